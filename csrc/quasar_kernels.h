@@ -1,0 +1,81 @@
+// The C ABI of Quasar's CPU kernels: raw pointers, sizes, and a thread count. No torch, no STL.
+// Row-major fp32 unless said. Semantics are those of src/quasar/kernels/base.py and reference.py.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+enum quasar_precision : int32_t { QUASAR_BF16 = 0, QUASAR_W8A8 = 1 };
+
+// A packed linear layer. `gated`: blocks of 32 rows hold 16 gate rows then the 16 up rows of the
+// same outputs; out_features then counts the rows of both.
+struct quasar_linear {
+  const void* weight;   // packed, see kernels/linear_*.inl
+  const float* scale;   // [out_features padded to 32] or null
+  const float* bias;    // likewise, or null
+  int64_t out_features, in_features;
+  int32_t precision, gated;
+};
+
+// Rotary grouped-query attention over a paged BF16 cache.
+struct quasar_attention {
+  int32_t heads, kv_heads, head_dim, block_size;
+  float scale;
+  const float* cos;  // [positions, head_dim / 2]
+  const float* sin;
+};
+
+// The rows of one pass: see RaggedBatch in kernels/base.py.
+struct quasar_batch {
+  int32_t sequences, rows, table_stride;
+  const int32_t* positions;
+  const int32_t* row_offsets;
+  const int32_t* context_lengths;
+  const int32_t* block_tables;
+  const uint64_t* ancestors;
+  const uint8_t* is_tree;
+};
+
+// One tier's functions. Every tier fills the whole table.
+struct quasar_tier {
+  const char* name;
+
+  // linear
+  size_t (*packed_bytes)(int32_t precision, int64_t out_features, int64_t in_features);
+  void (*pack)(int32_t precision, const void* weight, int64_t out_features, int64_t in_features,
+               void* packed, int32_t threads);
+  size_t (*linear_scratch_bytes)(int64_t rows, int64_t in_features);
+  void (*norm_linear)(const quasar_linear*, const float* x, int64_t rows, const float* norm,
+                      float eps, void* scratch, float* out, int32_t threads);
+  void (*norm_gated)(const quasar_linear*, const float* x, int64_t rows, const float* norm,
+                     float eps, void* scratch, float* out, int32_t threads);
+  void (*linear_add)(const quasar_linear*, const float* a, int64_t rows, void* scratch, float* x,
+                     int32_t threads);
+
+  // attention
+  size_t (*cache_block_bytes)(const quasar_attention*);  // K and V of one block, one layer
+  size_t (*attention_scratch_bytes)(const quasar_attention*, int64_t rows, int64_t context,
+                                    int32_t threads);
+  void (*attend)(const quasar_attention*, const quasar_batch*, const float* qkv, uint16_t* cache,
+                 void* scratch, float* out, int32_t threads);
+  void (*move_slots)(const quasar_attention*, uint16_t* cache, const int32_t* table,
+                     const int32_t* source, const int32_t* target, int64_t count);
+
+  // logits
+  void (*argmax)(const float* logits, int64_t rows, int64_t columns, int64_t* out,
+                 int32_t threads);
+  void (*top_k)(const float* logits, int64_t columns, int64_t k, float* values, int64_t* ids);
+  int64_t (*gumbel_argmax)(const float* logits, int64_t columns, float inverse_temperature,
+                           float threshold, uint64_t seed, uint32_t sample, uint32_t position,
+                           int32_t threads);
+
+  // peaks, for `quasar doctor`: each runs about `seconds` and returns a rate
+  double (*read_bandwidth)(const void* data, size_t bytes, double seconds, int32_t threads);
+  double (*multiply_rate)(int32_t precision, double seconds, int32_t threads);  // GMAC/s
+};
+
+// The best tier of this CPU that `cap` (a tier name, or null) allows; null if there is none, with
+// the reason in `*why`.
+const quasar_tier* quasar_select_tier(const char* cap, const char** why);
+}

@@ -1,0 +1,215 @@
+"""What every kernel backend offers: the operations of a verification pass, and their data.
+
+Two laws hold for each backend. *Row invariance*: the bits of a row never depend on what else is
+computed beside it, nor on the number of threads. *One meaning*: `reference.py` is the specification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """A linear layer kept in BF16: weight [out, in] bf16, bias [out] fp32 or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """W8A8: weight = codes * scale. codes [out, in] int8, scale [out] fp32, bias [out] fp32 or None."""
+
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+
+LinearWeight = DenseWeight | Int8Weight
+
+
+def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
+    """Stack linears that share their input into one; a missing bias counts as zero."""
+    bias = None
+    if any(w.bias is not None for w in weights):
+        zeros = [torch.zeros(w.out_features) for w in weights]
+        bias = torch.cat([z if w.bias is None else w.bias for w, z in zip(weights, zeros, strict=True)])
+    dense = [w for w in weights if isinstance(w, DenseWeight)]
+    if len(dense) == len(weights):
+        return DenseWeight(torch.cat([w.weight for w in dense]), bias)
+    int8 = [w for w in weights if isinstance(w, Int8Weight)]
+    if len(int8) != len(weights):
+        raise ValueError("linears that are fused must share one precision")
+    return Int8Weight(torch.cat([w.codes for w in int8]), torch.cat([w.scale for w in int8]), bias)
+
+
+class PackedLinear(Protocol):
+    """A weight in the layout of one backend."""
+
+    precision: str
+    out_features: int
+    in_features: int
+    nbytes: int
+    """Bytes read from memory by one pass."""
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A contiguous [rows, columns] tensor whose address is looked up once."""
+
+    tensor: Tensor
+    pointer: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Buffer:
+        assert tensor.is_contiguous()
+        return cls(tensor, tensor.data_ptr())
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Buffer:
+        return cls.of(torch.empty(rows, columns, dtype=dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention with rotary position embedding (neox halves: i pairs with i + D/2)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    cos: Tensor
+    """[positions, head_dim / 2] fp32."""
+    sin: Tensor
+
+    @property
+    def qkv_columns(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """The rows of one pass: several sequences, each with its own number of rows.
+
+    Row r of sequence s is node i = r - row_offsets[s] of that sequence. Its K and V are appended at
+    cache slot context_lengths[s] + i. It sees all context slots and, of this pass, node j (slot
+    context + j) if bit j of ancestors[r] is set (its own bit is). Where is_tree[s] is 0 the
+    sequence is a chain of any length: node i sees nodes 0..i and `ancestors` is not read.
+    Slot p of sequence s lies in block block_tables[s, p // block_size] at p % block_size.
+    """
+
+    tokens: Tensor
+    """[rows] int64."""
+    positions: Tensor
+    """[rows] int32, position of each row for the rotary embedding."""
+    row_offsets: Tensor
+    """[sequences + 1] int32."""
+    context_lengths: Tensor
+    """[sequences] int32, slots filled before this pass."""
+    block_tables: Tensor
+    """[sequences, max blocks] int32."""
+    ancestors: Tensor
+    """[rows] int64, a bit pattern; at most 64 rows in a tree."""
+    is_tree: Tensor
+    """[sequences] uint8."""
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        return self.context_lengths.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """Where a token's noise comes from: nothing else may influence it."""
+
+    seed: int
+    sample: int
+    position: int
+
+
+class Backend(Protocol):
+    """The operations of a pass. Buffers are fp32 unless said; only the first `rows` rows are touched.
+
+    "prepare" is what a linear does to its fp32 input: W8A8 quantises each row to INT8
+    (scale = absmax / 127, codes = round-to-nearest-even(x * (127 / absmax)), all zero when absmax
+    is 0); BF16 rounds to nearest even. RMSNorm is (x * (1 / sqrt(mean(x^2) + eps))) * weight, the
+    sum taken in fp64 and rounded to fp32 once.
+    W8A8 product: float(int32 sum) * weight_scale[n] * row_scale[m] in that order, then + bias.
+    """
+
+    name: str
+    isa: str
+    threads: int
+    block_size: int
+    """Cache slots a block."""
+
+    def pack(self, weight: LinearWeight) -> PackedLinear: ...
+
+    def pack_gated(self, gate: LinearWeight, up: LinearWeight) -> PackedLinear:
+        """Gate and up projections as one product whose epilogue is silu(gate) * up."""
+
+    def norm_linear(
+        self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
+    ) -> None:
+        """out[:, :N] = linear(prepare(rmsnorm(x))). norm is [1, K] fp32."""
+
+    def norm_gated(
+        self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
+    ) -> None:
+        """out = silu(gate) * up of prepare(rmsnorm(x)), for a weight of `pack_gated`."""
+
+    def linear_add(self, rows: int, a: Buffer, linear: PackedLinear, x: Buffer) -> None:
+        """x += linear(prepare(a))."""
+
+    def new_cache(self, spec: AttentionSpec, blocks: int) -> Buffer:
+        """Storage for one layer's K and V in BF16, [blocks, elements a block], layout its own."""
+
+    def bind(self, batch: RaggedBatch) -> object:
+        """Make the batch ready for `attend`: called once a pass."""
+
+    def attend(
+        self, bound: object, qkv: Buffer, spec: AttentionSpec, cache: Buffer, out: Buffer
+    ) -> None:
+        """Rotate q and k, round q, k, v to BF16, append k and v to the cache, attend from the cache.
+
+        qkv [rows, (heads + 2 kv_heads) * head_dim] fp32, out [rows, heads * head_dim] fp32.
+        Scores = scale * (q . k); softmax in fp32: maximum first, then exponentials and their sum
+        in logical order, the visible slots counting as consecutive positions.
+        """
+
+    def move(
+        self, spec: AttentionSpec, cache: Buffer, table: Tensor, source: Tensor, target: Tensor
+    ) -> None:
+        """Copy K and V of slots source[i] to target[i] (int32, target[i] <= source[i], ascending)."""
+
+    def argmax(self, rows: int, logits: Buffer) -> list[int]:
+        """Index of the largest logit of each row; the lowest index wins a tie."""
+
+    def top_k(self, logits: Buffer, row: int, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest (values fp32, ids int64), descending, ties by ascending id."""
+
+    def gumbel_argmax(
+        self, logits: Buffer, row: int, temperature: float, threshold: float, noise: NoiseKey
+    ) -> int:
+        """argmax over tokens with logit >= threshold of logit * (1 / temperature) + gumbel.
+
+        gumbel = -log(-log(u)), u = ((w >> 9) + 0.5) * 2^-23, w = word (token % 4) of
+        Philox4x32-10 with counter (token // 4, position, sample, 0), key (seed low, seed high).
+        """

@@ -1,0 +1,227 @@
+"""Plain torch kernels: the executable specification that every fast kernel is tested against.
+
+Each row is computed alone (a matrix product may choose another reduction order for another number
+of rows), so this backend is row-invariant too. It is also what runs where no native tier does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quasar.kernels.base import (
+    AttentionSpec,
+    Buffer,
+    DenseWeight,
+    LinearWeight,
+    NoiseKey,
+    PackedLinear,
+    RaggedBatch,
+    concatenate,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLinear:
+    precision: str
+    out_features: int
+    in_features: int
+    nbytes: int
+    weight: Tensor
+    """[out, in]: int8 codes, or BF16 values."""
+    scale: Tensor | None
+    bias: Tensor | None
+
+    def __call__(self, row: Tensor) -> Tensor:
+        """row [in] fp32 -> [out] fp32."""
+        if self.scale is None:
+            product = self.weight.float() @ row.bfloat16().float()
+        else:
+            codes, row_scale = quantize_rows(row[None])
+            sums = torch._int_mm(codes.expand(32, -1).contiguous(), self.weight.t())[0]
+            product = sums.float() * self.scale * row_scale[0]
+        return product if self.bias is None else product + self.bias
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Per-row symmetric INT8: x [rows, columns] fp32 -> codes int8, scale [rows, 1] fp32."""
+    absmax = x.abs().amax(dim=-1, keepdim=True)
+    factor = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
+    return (x * factor).round().clamp(-127, 127).to(torch.int8), absmax / 127.0
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """(x / rms(x)) * weight over the last dimension, the mean square summed in fp64."""
+    mean_square = x.double().pow(2).mean(dim=-1, keepdim=True).float()
+    return x * (1.0 / torch.sqrt(mean_square + eps)) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [heads, head_dim] by cos, sin [head_dim / 2] (fp32, neox halves)."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
+    """Philox4x32-10 (Salmon et al., SC 2011): counter [n, 4] int64 of 32-bit words -> the same."""
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = counter.unbind(dim=-1)
+    k0, k1 = key
+    for _ in range(10):
+        h0, l0 = _multiply_words(c0, 0xD2511F53)
+        h1, l1 = _multiply_words(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def _multiply_words(a: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, without leaving signed 64 bits."""
+    low = (a & 0xFFFF) * factor
+    high = (a >> 16) * factor + (low >> 16)
+    return (high >> 16) & 0xFFFFFFFF, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def gumbel_noise(columns: int, noise: NoiseKey) -> Tensor:
+    """The Gumbel noise of tokens 0..columns-1 at one position, fp32 [columns]."""
+    counter = torch.zeros((columns + 3) // 4, 4, dtype=torch.int64)
+    counter[:, 0] = torch.arange(counter.shape[0])
+    counter[:, 1], counter[:, 2] = noise.position, noise.sample
+    words = philox4x32(counter, (noise.seed & 0xFFFFFFFF, noise.seed >> 32)).flatten()[:columns]
+    uniform = ((words >> 9).double() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform)).float()
+
+
+class ReferenceBackend:
+    name = "reference"
+    isa = "reference"
+    block_size = 32
+
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
+
+    def pack(self, weight: LinearWeight) -> PackedLinear:
+        if isinstance(weight, DenseWeight):
+            values, scale, precision = weight.weight, None, "bf16"
+        else:
+            values, scale, precision = weight.codes, weight.scale.float(), "w8a8"
+        bias = None if weight.bias is None else weight.bias.float()
+        out_features, in_features = values.shape
+        nbytes = values.numel() * values.element_size()
+        return ReferenceLinear(precision, out_features, in_features, nbytes, values, scale, bias)
+
+    def pack_gated(self, gate: LinearWeight, up: LinearWeight) -> PackedLinear:
+        return self.pack(concatenate((gate, up)))
+
+    def norm_linear(
+        self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
+    ) -> None:
+        assert isinstance(linear, ReferenceLinear)
+        for row in range(rows):
+            out.tensor[row] = linear(rms_norm(x.tensor[row], norm.tensor[0], eps))
+
+    def norm_gated(
+        self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
+    ) -> None:
+        assert isinstance(linear, ReferenceLinear)
+        for row in range(rows):
+            gate, up = linear(rms_norm(x.tensor[row], norm.tensor[0], eps)).chunk(2)
+            out.tensor[row] = gate / (1.0 + torch.exp(-gate)) * up
+
+    def linear_add(self, rows: int, a: Buffer, linear: PackedLinear, x: Buffer) -> None:
+        assert isinstance(linear, ReferenceLinear)
+        for row in range(rows):
+            x.tensor[row] += linear(a.tensor[row])
+
+    def new_cache(self, spec: AttentionSpec, blocks: int) -> Buffer:
+        """Per block: K [kv_heads, block_size, head_dim], then V in the same layout."""
+        elements = 2 * spec.kv_heads * self.block_size * spec.head_dim
+        return Buffer.of(torch.zeros(blocks, elements, dtype=torch.bfloat16))
+
+    def bind(self, batch: RaggedBatch) -> RaggedBatch:
+        return batch
+
+    def _slots(self, spec: AttentionSpec, cache: Buffer, table: Tensor, slots: Tensor) -> Tensor:
+        """K and V at `slots`: [2, kv_heads, slots, head_dim] bf16."""
+        blocks = cache.tensor.view(-1, 2, spec.kv_heads, self.block_size, spec.head_dim)
+        index = table[slots // self.block_size].long()
+        return blocks[index, :, :, (slots % self.block_size).long()].permute(1, 2, 0, 3)
+
+    def _store(
+        self, spec: AttentionSpec, cache: Buffer, table: Tensor, slot: int, kv: Tensor
+    ) -> None:
+        """kv [2, kv_heads, head_dim] -> the cache, rounded to BF16."""
+        blocks = cache.tensor.view(-1, 2, spec.kv_heads, self.block_size, spec.head_dim)
+        blocks[int(table[slot // self.block_size]), :, :, slot % self.block_size] = kv.bfloat16()
+
+    def attend(
+        self, bound: object, qkv: Buffer, spec: AttentionSpec, cache: Buffer, out: Buffer
+    ) -> None:
+        assert isinstance(bound, RaggedBatch)
+        offsets = bound.row_offsets.tolist()
+        for sequence, context in enumerate(bound.context_lengths.tolist()):
+            table = bound.block_tables[sequence]
+            rows = range(offsets[sequence], offsets[sequence + 1])
+            for node, row in enumerate(rows):
+                position = int(bound.positions[row])
+                q, k, v = qkv.tensor[row].view(-1, spec.head_dim).split(
+                    (spec.heads, spec.kv_heads, spec.kv_heads)
+                )
+                k = rotate(k, spec.cos[position], spec.sin[position])
+                self._store(spec, cache, table, context + node, torch.stack((k, v)))
+            for node, row in enumerate(rows):
+                position = int(bound.positions[row])
+                q = qkv.tensor[row, : spec.heads * spec.head_dim].view(spec.heads, spec.head_dim)
+                q = rotate(q, spec.cos[position], spec.sin[position]).bfloat16().float()
+                slots = self._visible(bound, sequence, context, node, row)
+                out.tensor[row] = self._attend_row(spec, cache, table, slots, q)
+
+    def _visible(
+        self, batch: RaggedBatch, sequence: int, context: int, node: int, row: int
+    ) -> Tensor:
+        """Cache slots that a row sees, in logical order."""
+        if not batch.is_tree[sequence]:
+            return torch.arange(context + node + 1)
+        bits = int(batch.ancestors[row])
+        own = [context + i for i in range(node + 1) if bits >> i & 1]
+        return torch.tensor([*range(context), *own])
+
+    def _attend_row(
+        self, spec: AttentionSpec, cache: Buffer, table: Tensor, slots: Tensor, q: Tensor
+    ) -> Tensor:
+        """q [heads, head_dim] against the visible slots -> [heads * head_dim]."""
+        k, v = self._slots(spec, cache, table, slots).float()
+        grouped = q.view(spec.kv_heads, -1, spec.head_dim)
+        scores = grouped @ k.transpose(1, 2) * spec.scale
+        weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+        return ((weights @ v) / weights.sum(dim=-1, keepdim=True)).flatten()
+
+    def move(
+        self, spec: AttentionSpec, cache: Buffer, table: Tensor, source: Tensor, target: Tensor
+    ) -> None:
+        kept = self._slots(spec, cache, table, source).clone()
+        for i, slot in enumerate(target.tolist()):
+            self._store(spec, cache, table, slot, kept[:, :, i])
+
+    def argmax(self, rows: int, logits: Buffer) -> list[int]:
+        return [int((row == row.max()).int().argmax()) for row in logits.tensor[:rows]]
+
+    def top_k(self, logits: Buffer, row: int, k: int) -> tuple[Tensor, Tensor]:
+        values, ids = torch.sort(logits.tensor[row], descending=True, stable=True)
+        return values[:k], ids[:k]
+
+    def gumbel_argmax(
+        self, logits: Buffer, row: int, temperature: float, threshold: float, noise: NoiseKey
+    ) -> int:
+        scores = logits.tensor[row] * (1.0 / temperature)
+        noisy = scores + gumbel_noise(scores.shape[0], noise)
+        kept = torch.where(logits.tensor[row] >= threshold, noisy, -torch.inf)
+        return int(kept.argmax())
+
+
+
+def probe(cap: str, threads: int) -> ReferenceBackend:
+    """This backend runs everywhere."""
+    return ReferenceBackend(threads)
