@@ -21,7 +21,7 @@ constexpr int kTileRows = 14;
 constexpr int64_t kBlock = 32;        // outputs a block
 constexpr int64_t kStepBytes = 128;   // weights of a block a step
 constexpr int64_t kHalfRows = 4;      // up to so many rows every second line is fetched
-constexpr int64_t kGroupTiles = 8;    // tiles that a unit of work takes over one block
+constexpr int64_t kGroupBytes = 576 << 10;   // rows that visit the blocks together
 constexpr int64_t kStartBytes = 8 << 10;     // weights fetched before the rows are prepared
 constexpr int64_t kPrivateBytes = 16 << 10;  // rows up to this size are prepared by each thread
 constexpr int kLanes = 64;
@@ -98,10 +98,24 @@ static void encode_row(const Input& input, const Rows& rows, int64_t m, int64_t 
   __atomic_fetch_add(rows.start + m, start, __ATOMIC_RELAXED);
 }
 
-// Every thread of the team calls this. The rows of a tile share cache lines, so each thread
-// measures some rows, then encodes some inputs of all rows.
+template <class P>
+static void prepare_rows(const Input& input, const Rows& rows, int64_t begin, int64_t end) {
+  for (int64_t m = begin; m < end; ++m) {
+    measure_row<P>(input, rows, m);
+    encode_row<P>(input, rows, m, 0, input.count);
+  }
+}
+
+// Every thread of the team calls this. The rows of a tile share cache lines: with many tiles each
+// thread prepares its own, with few it measures some rows, then encodes some inputs of all rows.
 template <class P>
 static void prepare_together(const Input& input, const Rows& rows, int32_t thread, int32_t team) {
+  if (rows.tiles >= 4 * team) {
+    const Part tiles = part_of(rows.tiles, thread, team);
+    prepare_rows<P>(input, rows, rows.first(tiles.begin), rows.first(tiles.end));
+    barrier(team);
+    return;
+  }
   const Part own = part_of(rows.rows, thread, team);
   for (int64_t m = own.begin; m < own.end; ++m) measure_row<P>(input, rows, m);
   barrier(team);
@@ -110,14 +124,6 @@ static void prepare_together(const Input& input, const Rows& rows, int32_t threa
   if (groups.begin < groups.end)
     for (int64_t m = 0; m < rows.rows; ++m) encode_row<P>(input, rows, m, groups.begin * 16, end);
   barrier(team);
-}
-
-template <class P>
-static void prepare_alone(const Input& input, const Rows& rows) {
-  for (int64_t m = 0; m < rows.rows; ++m) {
-    measure_row<P>(input, rows, m);
-    encode_row<P>(input, rows, m, 0, input.count);
-  }
 }
 
 // ---- The tile -------------------------------------------------------------------------------
@@ -190,10 +196,11 @@ static Multiply<P> multiply_for(int64_t rows) {
   return table[rows - 1];
 }
 
-static Fetch fetch_for(const char* weight, const Rows& rows, int64_t tile) {
+// `visit`: how many tiles have been at this block before.
+static Fetch fetch_for(const char* weight, const Rows& rows, int64_t visit) {
   if (rows.rows <= kHalfRows) return {weight + 4096, kStepBytes, 0};
   if (rows.tiles == 1) return {weight + 6144, kStepBytes, 64};
-  if (tile < 2) return {weight + rows.steps * (kStepBytes + 64 * tile), 64, 0};
+  if (visit < 2) return {weight + rows.steps * (kStepBytes + 64 * visit), 64, 0};
   return {weight, 0, 0};
 }
 
@@ -315,6 +322,12 @@ static const char* weight_of(const quasar_linear& layer, const Rows& rows, int64
   return (const char*)layer.weight + block * rows.steps * kStepBytes;
 }
 
+// Tiles that meet all blocks before the next tiles do: so many that they stay in L2.
+static int64_t group_tiles(const Rows& rows) {
+  const int64_t fitting = kGroupBytes / (kTileRows * rows.steps * 4);
+  return fitting < 2 ? 2 : fitting;
+}
+
 // Keeps the memory busy while rows are prepared.
 static void fetch_start(const char* weight) {
   for (int64_t i = 0; i < kStartBytes; i += 64) _mm_prefetch(weight + i, _MM_HINT_T1);
@@ -328,7 +341,7 @@ static void multiply_block(const quasar_linear& layer, const Rows& rows, int64_t
   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
     const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
     multiply_for<P>(count)(weight, rows.steps, rows.values + first * rows.steps,
-                           rows.start + first, fetch_for(weight, rows, tile), sums);
+                           rows.start + first, fetch_for(weight, rows, tile - first_tile), sums);
     finish_tile<P, kResult>(layer, rows, first, count, block, sums, out);
   }
 }
@@ -343,20 +356,20 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   const int64_t blocks = (columns + outputs - 1) / outputs;
   const bool shared = Rows::bytes(input.rows, steps) > kPrivateBytes;
   const Rows common(scratch, input.rows, steps);
-  const int64_t groups = (common.tiles + kGroupTiles - 1) / kGroupTiles;
+  const int64_t group = group_tiles(common), groups = (common.tiles + group - 1) / group;
   Lanes lanes(blocks * groups, threads);
   parallel(threads, [&](int32_t thread, int32_t team) {
     alignas(64) char memory[kPrivateBytes];
     const Rows rows = shared ? common : Rows(memory, input.rows, steps);
-    fetch_start(weight_of(layer, rows, lanes.first(thread) / groups));
+    fetch_start(weight_of(layer, rows, lanes.first(thread) % blocks));
     if (shared)
       prepare_together<P>(input, rows, thread, team);
     else
-      prepare_alone<P>(input, rows);
+      prepare_rows<P>(input, rows, 0, rows.rows);
     lanes.run(thread, [&](int64_t unit) {
-      const int64_t first = unit % groups * kGroupTiles;
-      const int64_t last = first + kGroupTiles < rows.tiles ? first + kGroupTiles : rows.tiles;
-      multiply_block<P, kResult>(layer, rows, unit / groups, first, last, out);
+      const int64_t first = unit / blocks * group;
+      const int64_t last = first + group < rows.tiles ? first + group : rows.tiles;
+      multiply_block<P, kResult>(layer, rows, unit % blocks, first, last, out);
     });
   });
 }
