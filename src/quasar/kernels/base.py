@@ -126,6 +126,20 @@ class RaggedBatch:
     is_tree: Tensor
     """[sequences] uint8."""
 
+    @classmethod
+    def chunk(cls, tokens: list[int], context: int, table: Tensor) -> RaggedBatch:
+        """Consecutive tokens of one sequence whose first `context` slots are filled."""
+        rows = len(tokens)
+        return cls(
+            torch.tensor(tokens),
+            torch.arange(context, context + rows, dtype=torch.int32),
+            torch.tensor([0, rows], dtype=torch.int32),
+            torch.tensor([context], dtype=torch.int32),
+            table[None],
+            torch.zeros(rows, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.uint8),
+        )
+
     @property
     def rows(self) -> int:
         return self.tokens.shape[0]
