@@ -62,11 +62,15 @@ def main():
         seconds = time.perf_counter() - start
         passes.append(seconds)
         shares.append((seconds - timer.seconds) / seconds)
-    print(json.dumps({
-        "rows": args.rows,
-        "pass_milliseconds": statistics.median(passes) * 1e3,
-        "share_outside_kernels": statistics.median(shares),
-    }))
+    print(
+        json.dumps(
+            {
+                "rows": args.rows,
+                "pass_milliseconds": statistics.median(passes) * 1e3,
+                "share_outside_kernels": statistics.median(shares),
+            }
+        )
+    )
 
 
 main()

@@ -1,6 +1,6 @@
 """Times one of our passes in a process of its own: the counterpart of llama_cpp_worker.py.
 
-    pass_worker.py MODEL pass|prefill ROWS THREADS VERIFIER
+pass_worker.py MODEL pass|prefill ROWS THREADS VERIFIER
 """
 
 import json

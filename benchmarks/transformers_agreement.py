@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 import torch
+from quasar.text.tokenizer import load_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from quasar.kernels.base import RaggedBatch
 from quasar.loading import load_model, open_model
-from quasar.text.tokenizer import load_tokenizer
 
 NEAR_TIE = 0.25
 
@@ -84,16 +84,22 @@ def main():
     verifier = load_model(args.model, "bf16").verifier
     agree, disagreements = 0, []
     for prompt, tokens, gaps in texts:
-        for theirs, mine, gap in zip(tokens, our_choices(verifier, prompt, tokens), gaps, strict=True):
+        for theirs, mine, gap in zip(
+            tokens, our_choices(verifier, prompt, tokens), gaps, strict=True
+        ):
             agree += theirs == mine
             disagreements += [] if theirs == mine else [gap]
     total = agree + len(disagreements)
-    print(json.dumps({
-        "tokens": total,
-        "top1": agree / total,
-        "disagreement_gaps": sorted(disagreements),
-        "disagreements_beyond_near_ties": sum(gap > NEAR_TIE for gap in disagreements),
-    }))
+    print(
+        json.dumps(
+            {
+                "tokens": total,
+                "top1": agree / total,
+                "disagreement_gaps": sorted(disagreements),
+                "disagreements_beyond_near_ties": sum(gap > NEAR_TIE for gap in disagreements),
+            }
+        )
+    )
 
 
 main()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from quasar.checkpoints import open_checkpoint
 from quasar.drafting.base import Drafter
 from quasar.engine import engine as engine_module
@@ -110,9 +110,7 @@ def plain(verifier, prompt, params):
 @pytest.mark.parametrize("sampling", sorted(SAMPLING))
 @pytest.mark.parametrize("precision", ["bf16", "w8a8"])
 @pytest.mark.parametrize("family", sorted(tiny.CONFIGS))
-def test_speculation_changes_no_token(
-    folders, backend, family, precision, sampling, monkeypatch
-):
+def test_speculation_changes_no_token(folders, backend, family, precision, sampling, monkeypatch):
     verifier = load_verifier(
         open_checkpoint(folders[family, precision]), precision, precision, backend
     )

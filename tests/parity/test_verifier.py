@@ -7,9 +7,9 @@ transformers runs in fp32 on the same BF16 weights; ours rounds the inputs of li
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from quasar.checkpoints import open_checkpoint
 from quasar.kernels.base import RaggedBatch
 from quasar.verification.verifier import load_verifier
@@ -51,7 +51,9 @@ def test_hidden_states_and_layer_subsets(tmp_path, backend):
     assert first.shape == last.shape == (3, 48)
     skipped = verifier.verify(batch, cache, layers=range(0, 1), hidden=(0,))
     assert torch.equal(skipped.hidden[0], first)
-    assert not torch.equal(verifier.verify(batch, cache, layers=range(0, 1)).logits.tensor[:3], last)
+    assert not torch.equal(
+        verifier.verify(batch, cache, layers=range(0, 1)).logits.tensor[:3], last
+    )
     none = verifier.verify(batch, cache, layers=range(0)).logits.tensor[:3].clone()
     assert not torch.equal(none, verifier.verify(batch, cache).logits.tensor[:3])
 

@@ -10,7 +10,7 @@ from quasar.types import Draft
 
 
 def scan(tokens, count):
-    """The definition: the longest n <= 3 whose last n tokens occurred before, at its latest place."""
+    """The definition: the longest n <= 3 whose last n tokens occurred before, latest place."""
     for size in (3, 2, 1):
         tail = tokens[len(tokens) - size :]
         for start in range(len(tokens) - size - 1, -1, -1):

@@ -41,8 +41,12 @@ def test_a_chain_is_a_tree_whose_parents_precede():
 
 def test_statistics():
     stats = GenerationStats(
-        completion_tokens=21, decode_seconds=2.0, verify_passes=8, drafted_passes=5,
-        draft_tokens=24, accepted_tokens=12,
+        completion_tokens=21,
+        decode_seconds=2.0,
+        verify_passes=8,
+        drafted_passes=5,
+        draft_tokens=24,
+        accepted_tokens=12,
     )
     assert stats.decode_tokens_per_second == 10.0
     assert stats.mean_acceptance_length == 20 / 8
