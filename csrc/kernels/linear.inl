@@ -257,23 +257,23 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   const Rows common(scratch, input.rows, steps);
   const int64_t groups = (common.tiles + kGroupTiles - 1) / kGroupTiles;
   Lanes lanes(blocks * groups, threads);
-#pragma omp parallel num_threads(threads)
-  {
-    const int thread = omp_get_thread_num();
+  if (shared) {
+    Queue queue;
+    parallel(threads, [&](int32_t) {
+      queue.each(common.tiles, [&](int64_t tile) { prepare_tile<P>(input, common, tile); });
+    });
+  }
+  parallel(threads, [&](int32_t thread) {
     alignas(64) char memory[kPrivateBytes];
     const Rows rows = shared ? common : Rows(memory, input.rows, steps);
-    if (shared) {
-#pragma omp for schedule(dynamic, 1)
+    if (!shared)
       for (int64_t tile = 0; tile < rows.tiles; ++tile) prepare_tile<P>(input, rows, tile);
-    } else {
-      for (int64_t tile = 0; tile < rows.tiles; ++tile) prepare_tile<P>(input, rows, tile);
-    }
     lanes.run(thread, [&](int64_t unit) {
       const int64_t first = unit % groups * kGroupTiles;
       const int64_t last = first + kGroupTiles < rows.tiles ? first + kGroupTiles : rows.tiles;
       multiply_block<P, kResult>(layer, rows, unit / groups, first, last, out);
     });
-  }
+  });
 }
 
 template <Result kResult>
@@ -309,10 +309,14 @@ template <class P>
 static void pack_as(const void* weight, int64_t out_features, int64_t in_features, void* packed,
                     int threads) {
   const int64_t words = steps_of<P>(in_features) * kBlock;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
-  for (int64_t n = 0; n < out_features; n += kBlock)
-    pack_block<P>((const typename P::Element*)weight + n * in_features, out_features - n,
-                  in_features, (int32_t*)packed + n / kBlock * words);
+  Queue queue;
+  parallel(threads, [&](int32_t) {
+    queue.each((out_features + kBlock - 1) / kBlock, [&](int64_t block) {
+      const int64_t n = block * kBlock;
+      pack_block<P>((const typename P::Element*)weight + n * in_features, out_features - n,
+                    in_features, (int32_t*)packed + block * words);
+    });
+  });
 }
 
 static void pack(int32_t precision, const void* weight, int64_t out_features, int64_t in_features,
