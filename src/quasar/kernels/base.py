@@ -46,7 +46,9 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
     bias = None
     if any(w.bias is not None for w in weights):
         zeros = [torch.zeros(w.out_features) for w in weights]
-        bias = torch.cat([z if w.bias is None else w.bias for w, z in zip(weights, zeros, strict=True)])
+        bias = torch.cat(
+            [z if w.bias is None else w.bias for w, z in zip(weights, zeros, strict=True)]
+        )
     dense = [w for w in weights if isinstance(w, DenseWeight)]
     if len(dense) == len(weights):
         return DenseWeight(torch.cat([w.weight for w in dense]), bias)
@@ -59,11 +61,18 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
 class PackedLinear(Protocol):
     """A weight in the layout of one backend."""
 
-    precision: str
-    out_features: int
-    in_features: int
-    nbytes: int
-    """Bytes read from memory by one pass."""
+    @property
+    def precision(self) -> str: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read from memory by one pass."""
 
 
 @dataclass(slots=True)
@@ -125,6 +134,20 @@ class RaggedBatch:
     """[rows] int64, a bit pattern; at most 64 rows in a tree."""
     is_tree: Tensor
     """[sequences] uint8."""
+
+    @classmethod
+    def chunk(cls, tokens: list[int], context: int, table: Tensor) -> RaggedBatch:
+        """Consecutive tokens of one sequence whose first `context` slots are filled."""
+        rows = len(tokens)
+        return cls(
+            torch.tensor(tokens),
+            torch.arange(context, context + rows, dtype=torch.int32),
+            torch.tensor([0, rows], dtype=torch.int32),
+            torch.tensor([context], dtype=torch.int32),
+            table[None],
+            torch.zeros(rows, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.uint8),
+        )
 
     @property
     def rows(self) -> int:

@@ -166,8 +166,9 @@ class ReferenceBackend:
             rows = range(offsets[sequence], offsets[sequence + 1])
             for node, row in enumerate(rows):
                 position = int(bound.positions[row])
-                q, k, v = qkv.tensor[row].view(-1, spec.head_dim).split(
-                    (spec.heads, spec.kv_heads, spec.kv_heads)
+                q, k, v = torch.split(
+                    qkv.tensor[row].view(-1, spec.head_dim),
+                    [spec.heads, spec.kv_heads, spec.kv_heads],
                 )
                 k = rotate(k, spec.cos[position], spec.sin[position])
                 self._store(spec, cache, table, context + node, torch.stack((k, v)))
@@ -219,7 +220,6 @@ class ReferenceBackend:
         noisy = scores + gumbel_noise(scores.shape[0], noise)
         kept = torch.where(logits.tensor[row] >= threshold, noisy, -torch.inf)
         return int(kept.argmax())
-
 
 
 def probe(cap: str, threads: int) -> ReferenceBackend:

@@ -96,14 +96,20 @@ class Decoder:
         return KVCache(self.backend, self.spec, len(self.layers), tokens)
 
     def run(
-        self, batch: RaggedBatch, cache: KVCache, layers: range | None = None,
+        self,
+        batch: RaggedBatch,
+        cache: KVCache,
+        layers: range | None = None,
         hidden: Sequence[int] = (),
     ) -> tuple[Buffer, list[Tensor]]:
         """Run `layers` (all by default): the residual stream, and copies of it after `hidden`."""
         if batch.rows > self._workspace.rows:
             self._workspace = Workspace.of(self.config, self.spec, batch.rows)
         rows, eps, space, backend = (
-            batch.rows, self.config.rms_norm_eps, self._workspace, self.backend,
+            batch.rows,
+            self.config.rms_norm_eps,
+            self._workspace,
+            self.backend,
         )
         x = space.x
         x.tensor[:rows] = self.embedding[batch.tokens]
@@ -145,8 +151,12 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         torch.arange(config.context_length, dtype=torch.float64), config.rope_theta**-half
     )
     return AttentionSpec(
-        config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5,
-        angles.cos().float().contiguous(), angles.sin().float().contiguous(),
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.head_dim**-0.5,
+        angles.cos().float().contiguous(),
+        angles.sin().float().contiguous(),
     )
 
 

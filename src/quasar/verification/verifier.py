@@ -58,7 +58,7 @@ class Verifier:
     ) -> Verification:
         """One pass. `rows` [n] int64 are those whose logits are wanted (default all).
 
-        `layers` runs a part of the model; `hidden` names layers whose output [rows, hidden] is kept.
+        `layers` runs a part of the model; `hidden` names layers whose output is kept.
         """
         x, states = self.decoder.run(batch, cache, layers, hidden)
         return Verification(self.decoder.logits(x, batch.rows, rows), states)
@@ -73,7 +73,9 @@ def load_verifier(
             raise UsageError(f"--{name} {value} is unknown; it is one of {', '.join(PRECISIONS)}")
     held = "bf16" if checkpoint.quantization is None else "w8a8"
     if held != precision:
-        raise UsageError(f"{checkpoint.path} holds {held} weights: --verifier {precision} needs others")
+        raise UsageError(
+            f"{checkpoint.path} holds {held} weights: --verifier {precision} needs others"
+        )
 
     def head(weight: LinearWeight) -> LinearWeight:
         if head_precision == "w8a8" and isinstance(weight, DenseWeight):
