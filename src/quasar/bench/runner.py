@@ -28,14 +28,14 @@ class Configuration:
     drafter: str
 
 
-def parse_configurations(text: str) -> list[Configuration]:
+def parse_configurations(text: str, draft_tokens: int) -> list[Configuration]:
     """`bf16+none,w8a8+ngram` -> its parts. Raises UsageError for anything else."""
     found = []
     for name in text.split(","):
         verifier, plus, drafter = name.strip().partition("+")
         if not (verifier and plus and drafter):
             raise UsageError(f"--configs: {name.strip()!r} is not of the form VERIFIER+DRAFTER")
-        make_drafter(drafter)
+        make_drafter(drafter, draft_tokens)
         found.append(Configuration(name.strip(), verifier, drafter))
     names = [configuration.name for configuration in found]
     for name in names:

@@ -30,11 +30,13 @@ def run(args: argparse.Namespace) -> int:
     options.check_drafter(args)
     text = options.read_prompt(args.prompt)
 
-    from quasar.cli.parts.models import encode_prompt, load_engine, open_model
+    from quasar.cli.parts.models import check_length, encode_prompt, load_engine, use_raw
     from quasar.engine.request import follow
+    from quasar.loading import Model
 
-    model = open_model(args.model)
-    prompt = encode_prompt(model, text, args.raw)
+    model = Model.open(args.model)
+    prompt = encode_prompt(model, text, use_raw(model, args.raw))
+    check_length(model, len(prompt))
     engine = load_engine(model, args, len(prompt) + params.max_tokens)
     if args.json:
         completion = follow(engine, prompt, params)

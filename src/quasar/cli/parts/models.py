@@ -12,10 +12,6 @@ from quasar.loading import Model, make_backend
 from quasar.verification.verifier import PRECISIONS, Verifier
 
 
-def open_model(name: str) -> Model:
-    return Model.open(name)
-
-
 def check_precision(name: str, option: str) -> None:
     if name not in PRECISIONS:
         raise UsageError(f"{option} {name} is unknown; it is one of {', '.join(PRECISIONS)}")
@@ -34,20 +30,23 @@ def load_engine(model: Model, args: argparse.Namespace, tokens: int) -> Engine:
     return Engine(verifier, model.tokenizer, args.drafter, args.draft_tokens, slots)
 
 
+def use_raw(model: Model, raw: bool) -> bool:
+    """Whether prompts go in as they are: on request, or for lack of a chat template (said so)."""
+    if not raw and not model.tokenizer.has_chat_template:
+        note(f"{model.name} has no chat template: prompts are used as they are")
+        return True
+    return raw
+
+
 def encode_prompt(model: Model, text: str, raw: bool) -> list[int]:
-    """One user turn in the model's chat template, or the text itself: refused if it cannot fit."""
-    if not raw and model.tokenizer.chat_template is None:
-        note(f"{model.name} has no chat template: the prompt is used as it is")
-        raw = True
+    """Token ids of one user turn in the chat template, or of the text itself."""
     if raw:
-        tokens = model.tokenizer.encode(text, add_special_tokens=True)
-    else:
-        tokens = model.tokenizer.encode_chat([{"role": "user", "content": text}])
-    check_length(model, len(tokens))
-    return tokens
+        return model.tokenizer.encode(text, add_special_tokens=True)
+    return model.tokenizer.chat([{"role": "user", "content": text}])
 
 
 def check_length(model: Model, tokens: int) -> None:
+    """Refuse before the weights are loaded what the context cannot hold."""
     context = model.config.context_length
     if tokens >= context:
         raise UsageError(f"the prompt has {tokens} tokens, the model's context holds {context}")
