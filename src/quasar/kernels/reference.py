@@ -51,14 +51,16 @@ class ReferenceLinear:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Per-row symmetric INT8: x [rows, columns] fp32 -> codes int8, scale [rows, 1] fp32."""
     absmax = x.abs().amax(dim=-1, keepdim=True)
-    factor = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
+    # A scalar over a tensor would be reciprocal() * 127 in torch: two roundings instead of one.
+    factor = torch.where(absmax > 0, torch.full_like(absmax, 127.0) / absmax, 0.0)
     return (x * factor).round().clamp(-127, 127).to(torch.int8), absmax / 127.0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """(x / rms(x)) * weight over the last dimension, the mean square summed in fp64."""
     mean_square = x.double().pow(2).mean(dim=-1, keepdim=True).float()
-    return x * (1.0 / torch.sqrt(mean_square + eps)) * weight
+    # torch.sqrt of fp32 may be a last place off; the fp64 root rounds to the true one.
+    return x * (1.0 / (mean_square + eps).double().sqrt().float()) * weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,54 @@
+// W8A8: INT8 weights (one scale a row) times INT8 activations (one scale a token).
+//
+// Maths. out[m, n] = float(sum_k w[n, k] a[m, k]) * weight_scale[n] * row_scale[m] (+ bias[n]), the
+// sum exact in 32 bits. vpdpbusd multiplies unsigned by signed bytes, so a weight w is stored as
+// w + 128 and the surplus 128 sum_k a[m, k] is where the row's sum starts: at its negative.
+// Codes may span -128..127; 65536 inputs reach 2.1e9 < 2^31 at most, and wrapping is harmless.
+//
+// Layout. Blocks of 32 output rows; in a block, steps of 4 input values: 32 rows x 4 bytes = two
+// registers, outputs 0-15 and 16-31. Inputs are padded to a multiple of 16 with code 0.
+
+struct W8A8 {
+  using Element = int8_t;
+  using Sum = __v16si;  // as __m512i (of 64-bit lanes) GCC 12 would copy and spill every sum
+  static constexpr int64_t kStepValues = 4;
+
+  static inline Sum start(int32_t correction) { return (Sum)_mm512_set1_epi32(correction); }
+
+  static inline Sum multiply(Sum sum, __m512i weight, __m512i values) {
+    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, weight, values);
+  }
+
+  static inline __m512 as_float(Sum sum) { return _mm512_cvtepi32_ps((__m512i)sum); }
+
+  static inline __m512 scaled(__m512 sum, const float* weight_scale, float row_scale) {
+    const __m512 by_weight = _mm512_mul_ps(sum, _mm512_loadu_ps(weight_scale));
+    return _mm512_mul_ps(by_weight, _mm512_set1_ps(row_scale));
+  }
+
+  // 16 codes of one row -> 4 steps of its place in the block.
+  static inline void pack_group(const int8_t* row, int64_t count, int32_t* packed) {
+    const __m128i codes = _mm_maskz_loadu_epi8(low_bits(count), row);
+    store_strided(_mm_xor_si128(codes, _mm_set1_epi8(-128)), packed, 32);
+  }
+
+  // One row of activations -> codes at `values`, `stride` words a step.
+  template <bool kNorm>
+  static void prepare(const RowSource<kNorm>& row, int32_t* values, int64_t stride, float* scale,
+                      int32_t* start) {
+    const float absmax = row.absmax();
+    const __m512 factor = _mm512_set1_ps(absmax > 0 ? 127.0f / absmax : 0.0f);
+    const __m512 limit = _mm512_set1_ps(127.0f);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t k = 0; k < row.count; k += 16, values += 4 * stride) {
+      // The clamp only matters where 127 / absmax overflowed; a NaN becomes code 0.
+      const __m512 x = _mm512_mul_ps(row.load(k), factor);
+      const __m512 held = _mm512_min_ps(limit, _mm512_max_ps(_mm512_set1_ps(-127.0f), x));
+      const __m512i codes = _mm512_cvtps_epi32(held);
+      sum = _mm512_add_epi32(sum, codes);
+      store_strided(_mm512_cvtepi32_epi8(codes), values, stride);
+    }
+    *scale = absmax / 127.0f;
+    *start = -128 * _mm512_reduce_add_epi32(sum);
+  }
+};
