@@ -1,9 +1,9 @@
-"""How faithful a verifier is to another: both see the same tokens, their next-token laws are compared.
+"""How faithful a verifier is to another: both see the same tokens, and what they expect is compared.
 
 With p of the reference, q of the candidate and x the token that really follows, over N positions:
-perplexity = exp(-mean log q(x)), KL = mean sum p (log p - log q), and top-1 is the share of positions
-where both prefer the same token. A near tie is a position where the reference's two best logits lie
-within 0.25: there a disagreement says little. Logarithms and sums are in fp64.
+perplexity = exp(-mean log q(x)), KL = mean sum p (log p - log q), and top-1 is the share of
+positions where both prefer the same token. A near tie is a position where the reference's two best
+logits lie within 0.25: there a disagreement says little. Logarithms and sums are in fp64.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _compare_chunk(
 def windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> list[Passage]:
     """Cut a text into passages of `size` tokens, each after `prefix` (the beginning-of-text token).
 
-    Without a prefix a passage's first token is seen and not predicted. The last passage may be shorter.
+    Without a prefix a passage's first token is seen, not predicted. The last may be shorter.
     """
     step = size - len(prefix)
     if step < 1 or size < 2:

@@ -6,9 +6,8 @@ rates R_p, all measured in the same run,
 
     limit = max(B / W, sum over p of A_p / R_p).
 
-A_p counts the linears and the head for all M rows in the verifier's precision (the head in its own);
-the two products of attention, over the C + i + 1 tokens that row i sees, count as BF16, in which K
-and V are stored. The embedding's M rows and the activations are left out: they make the limit only
+A_p counts the linears and the head for all M rows, each in its own precision; the two products of
+attention, over the C + i + 1 tokens that row i sees, count as BF16, in which K and V are stored. The embedding's M rows and the activations are left out: they make the limit only
 smaller. A share above 1 means that weights were found in a cache that the bandwidth does not know.
 
 The machine's neighbours move its bandwidth from second to second. So all row counts, contexts and
@@ -27,7 +26,7 @@ import torch
 
 from quasar.cache import KVCache, SequenceCache
 from quasar.errors import UsageError
-from quasar.kernels.base import Backend, Peaks, RaggedBatch
+from quasar.kernels.base import Peaks, RaggedBatch
 from quasar.verification.verifier import Verifier
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
@@ -158,7 +157,9 @@ def fitting(verifier: Verifier, contexts: Sequence[int]) -> list[int]:
     """The contexts that the model can hold together with a pass' rows; those it cannot are cut."""
     longest = verifier.config.context_length - max(ROWS)
     if longest < 1:
-        raise UsageError(f"a context of {verifier.config.context_length} tokens is too short to time")
+        raise UsageError(
+            f"a context of {verifier.config.context_length} tokens is too short to time"
+        )
     return sorted({min(context, longest) for context in contexts})
 
 

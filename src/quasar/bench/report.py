@@ -15,7 +15,7 @@ from quasar.bench.statistics import Interval, Rate, paired_ratio
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the answers of one configuration. Rates are ratios of sums, never means of rates."""
+    """Sums over the answers of one configuration. Rates are ratios of sums, no means of rates."""
 
     prompts: int
     prompt_tokens: int
@@ -141,7 +141,9 @@ def equality_reports(
         if a.verifier != b.verifier:
             continue
         both = list(zip(results[a.name], results[b.name], strict=True))
-        different = [x.task.prompt.id for x, y in both if x.completion.tokens != y.completion.tokens]
+        different = [
+            x.task.prompt.id for x, y in both if x.completion.tokens != y.completion.tokens
+        ]
         reports.append(
             {
                 "a": a.name,
@@ -182,4 +184,12 @@ def table_rows(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-TABLE_HEADERS = ["configuration", "tokens/s", "ratio", "acceptance", "accepted", "ms/pass", "prefill/s"]
+TABLE_HEADERS = [
+    "configuration",
+    "tokens/s",
+    "ratio",
+    "acceptance",
+    "accepted",
+    "ms/pass",
+    "prefill/s",
+]

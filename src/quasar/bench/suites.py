@@ -25,7 +25,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """All questions of a file. A malformed line is refused with its number.
 
     Spec-Bench lines (`question_id category turns`) are asked by their first turn; GSM8K lines have
-    `question`, HumanEval lines `prompt`. A line without `category` belongs to one named as the file.
+    `question`, HumanEval lines `prompt`. A line without `category` is in one named as the file.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

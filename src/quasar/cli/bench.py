@@ -26,13 +26,17 @@ DEFAULT_CONFIGS = "bf16+none,bf16+ngram,w8a8+none,w8a8+ngram"
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument(
-        "--data", required=True, type=Path, metavar="FILE", help="Spec-Bench, GSM8K or HumanEval JSONL"
+        "--data",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="Spec-Bench, GSM8K or HumanEval JSONL",
     )
     parser.add_argument(
         "--configs",
         default=DEFAULT_CONFIGS,
         metavar="V+D,...",
-        help="VERIFIER+DRAFTER, separated by commas; ratios are to the first (default: %(default)s)",
+        help="VERIFIER+DRAFTER, by commas; ratios are to the first (default: %(default)s)",
     )
     parser.add_argument(
         "--limit", type=options.positive, metavar="N", help="prompts, round-robin over categories"
@@ -46,7 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="no chat template around the prompts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the figures")
-    parser.add_argument("--out-dir", type=Path, metavar="DIR", help="write answers, Spec-Bench JSONL")
+    parser.add_argument(
+        "--out-dir", type=Path, metavar="DIR", help="write answers, Spec-Bench JSONL"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     model = Model.open(args.model)
     tasks = encode(model, prompts, use_raw(model, args.raw))
     backend = make_backend(args.threads)
-    engines = make_engines(model, configurations, tasks, params, args, backend)
+    engines = make_engines(
+        model, configurations, tasks, params, args.draft_tokens, args.head, backend
+    )
     results = answer_all(engines, tasks, params)
     content = (
         describe(model, params, backend, args)
@@ -116,7 +124,8 @@ def make_engines(
     configurations: Sequence[Configuration],
     tasks: Sequence[Task],
     params: SamplingParams,
-    args: argparse.Namespace,
+    draft_tokens: int,
+    head: str | None,
     backend: Backend,
 ) -> dict[str, Engine]:
     """One engine a configuration; each verifier is loaded once and shared."""
@@ -125,10 +134,10 @@ def make_engines(
     from quasar.engine.engine import Engine
 
     names = dict.fromkeys(configuration.verifier for configuration in configurations)
-    verifiers = {name: load_verifier(model, name, backend, args.head) for name in names}
-    slots = cache_tokens(tasks, params.max_tokens, args.draft_tokens, model.config.context_length)
+    verifiers = {name: load_verifier(model, name, backend, head) for name in names}
+    slots = cache_tokens(tasks, params.max_tokens, draft_tokens, model.config.context_length)
     return {
-        c.name: Engine(verifiers[c.verifier], model.tokenizer, c.drafter, args.draft_tokens, slots)
+        c.name: Engine(verifiers[c.verifier], model.tokenizer, c.drafter, draft_tokens, slots)
         for c in configurations
     }
 

@@ -46,7 +46,7 @@ def make_parser(argv: Sequence[str]) -> Parser:
     """The parser; of the sub-commands only the one that `argv` names is imported, if it does."""
     parser = Parser(
         prog="quasar",
-        description="Speculative decoding on CPUs: an INT8 version of the model verifies the drafts.",
+        description="Speculative decoding on CPUs: an INT8 form of the model verifies the drafts.",
     )
     parser.add_argument("--version", action="version", version=f"quasar {__version__}")
     choices = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

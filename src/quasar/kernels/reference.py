@@ -233,7 +233,9 @@ class ReferenceBackend:
         values = codes.bfloat16()
         return Peaks(
             stream.nbytes * _calls_per_second(stream.sum, seconds) * 1e-9,
-            codes.shape[0] ** 3 * _calls_per_second(lambda: torch._int_mm(codes, codes), seconds) * 1e-9,
+            codes.shape[0] ** 3
+            * _calls_per_second(lambda: torch._int_mm(codes, codes), seconds)
+            * 1e-9,
             codes.shape[0] ** 3 * _calls_per_second(lambda: values @ values, seconds) * 1e-9,
         )
 

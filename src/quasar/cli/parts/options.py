@@ -39,7 +39,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def add_head(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--head", metavar="PRECISION", help="precision of the output layer (default: the verifier's)"
+        "--head",
+        metavar="PRECISION",
+        help="precision of the output layer (default: the verifier's)",
     )
 
 
@@ -70,7 +72,9 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be repeated")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="may be repeated"
+    )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -34,7 +34,9 @@ def note(text: str) -> None:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """Aligned columns: text to the left, numbers to the right."""
-    texts = [[f"{cell:,.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    texts = [
+        [f"{cell:,.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
     numeric = [
         bool(rows) and all(not isinstance(row[i], str) for row in rows) for i in range(len(headers))
@@ -54,10 +56,21 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A function (stage, done, total) that shows a bar a stage on standard error."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TaskID
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     bars: dict[str, TaskID] = {}
     with Progress(*columns, console=Console(stderr=True)) as bar:
 
