@@ -2,6 +2,7 @@
 // instructions, so everything in it has internal linkage but the table at its end: an inline
 // function that the linker merged with another file's would run on CPUs that lack them.
 #include <immintrin.h>
+#include <time.h>
 
 #include "parallel.h"
 #include "quasar_kernels.h"
@@ -9,14 +10,11 @@
 namespace {
 
 #include "kernels/exp.inl"
-#if __has_include("kernels/linear_w8a8.inl")
 #include "kernels/norm.inl"
 #include "kernels/linear_bf16.inl"
 #include "kernels/linear_w8a8.inl"
+#include "kernels/linear.inl"
 #include "kernels/peaks.inl"
-#else
-#include "kernels/linear_plain.inl"
-#endif
 #include "kernels/attention.inl"
 #include "kernels/logits.inl"
 

@@ -56,7 +56,7 @@ struct HeadCache {
 inline void rotate(const float* x, const float* cos, const float* sin, int64_t half,
                    uint16_t* out) {
   for (int64_t i = 0; i < half; i += lanes) {
-    const __mmask16 mask = half - i >= lanes ? 0xffff : (1u << (half - i)) - 1;
+    const __mmask16 mask = low_bits(half - i);
     const __m512 low = _mm512_maskz_loadu_ps(mask, x + i);
     const __m512 high = _mm512_maskz_loadu_ps(mask, x + half + i);
     const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i);
@@ -70,7 +70,7 @@ inline void rotate(const float* x, const float* cos, const float* sin, int64_t h
 
 inline void round_values(const float* x, int64_t count, uint16_t* out) {
   for (int64_t i = 0; i < count; i += lanes) {
-    const __mmask16 mask = count - i >= lanes ? 0xffff : (1u << (count - i)) - 1;
+    const __mmask16 mask = low_bits(count - i);
     const __m512 values = _mm512_maskz_loadu_ps(mask, x + i);
     _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(values));
   }
@@ -167,16 +167,13 @@ inline void score_tiles(const uint16_t* queries, int64_t head_dim, const uint16_
 inline float soften(float* scores, int64_t count) {
   const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
   __m512 largest = lowest;
-  const auto mask_at = [count](int64_t j) -> __mmask16 {
-    return count - j >= lanes ? 0xffff : (1u << (count - j)) - 1;
-  };
   for (int64_t j = 0; j < count; j += lanes)
-    largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(lowest, mask_at(j), scores + j));
+    largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(lowest, low_bits(count - j), scores + j));
   const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   __m512 sum = _mm512_setzero_ps();
   for (int64_t j = 0; j < count; j += lanes) {
-    const __m512 score = _mm512_maskz_loadu_ps(mask_at(j), scores + j);
-    const __m512 weight = _mm512_maskz_mov_ps(mask_at(j), exp_ps(_mm512_sub_ps(score, shift)));
+    const __m512 score = _mm512_maskz_loadu_ps(low_bits(count - j), scores + j);
+    const __m512 weight = _mm512_maskz_mov_ps(low_bits(count - j), exp_ps(_mm512_sub_ps(score, shift)));
     _mm512_storeu_ps(scores + j, weight);
     sum = _mm512_add_ps(sum, weight);
   }
@@ -341,16 +338,12 @@ inline void weigh_own(const QueryTile& tile, int64_t q, int64_t shared, int64_t 
   }
 }
 
-inline __mmask16 pair_mask(int64_t pairs) {
-  return pairs >= lanes ? 0xffff : pairs > 0 ? (1u << pairs) - 1 : 0;
-}
-
 // Weighted values of `queries` queries from q on, 64 dimensions from `dimension` on.
 inline void weigh(const QueryTile& tile, int64_t q, int64_t queries, int64_t dimension,
                   const float* weights, const float* totals) {
   const int64_t stride = tile.t.score_stride, shared = tile.shared(q);
   const int64_t pairs = (tile.head.head_dim - dimension) / 2;
-  const __mmask16 masks[2] = {pair_mask(pairs), pair_mask(pairs - lanes)};
+  const __mmask16 masks[2] = {low_bits(pairs), pairs > lanes ? low_bits(pairs - lanes) : __mmask16{0}};
   alignas(64) float sums[query_block * 64];
 #define QUASAR_WEIGH(n) weigh_block<n>(tile.head, dimension, masks, weights, stride, shared, sums)
   QUASAR_FOR_QUERIES(queries, QUASAR_WEIGH)

@@ -24,10 +24,6 @@ inline Scored better(Scored a, Scored b) {
   return b.score > a.score || (b.score == a.score && b.id < a.id) ? b : a;
 }
 
-inline __mmask16 lane_mask(int64_t count) {
-  return count >= 16 ? 0xffff : count > 0 ? (1u << count) - 1 : 0;
-}
-
 inline __m512 negative_infinity() { return _mm512_set1_ps(-__builtin_inff()); }
 
 // The largest of x[0..count-1] that is no NaN, or -infinity.
@@ -39,7 +35,7 @@ inline float span_max(const float* x, int64_t count) {
     for (int k = 0; k < 4; ++k) most[k] = _mm512_max_ps(_mm512_loadu_ps(x + i + 16 * k), most[k]);
   for (; i < count; i += 16) {
     const __m512 tail =
-        _mm512_mask_loadu_ps(negative_infinity(), lane_mask(count - i), x + i);
+        _mm512_mask_loadu_ps(negative_infinity(), low_bits(count - i), x + i);
     most[0] = _mm512_max_ps(tail, most[0]);
   }
   return _mm512_reduce_max_ps(
@@ -49,7 +45,7 @@ inline float span_max(const float* x, int64_t count) {
 // First index of `value` in x[0..count-1], or -1.
 inline int64_t find(const float* x, int64_t count, float value) {
   for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 mask = lane_mask(count - i);
+    const __mmask16 mask = low_bits(count - i);
     const __m512 lanes16 = _mm512_maskz_loadu_ps(mask, x + i);
     const __mmask16 hit =
         _mm512_mask_cmp_ps_mask(mask, lanes16, _mm512_set1_ps(value), _CMP_EQ_OQ);
@@ -148,7 +144,7 @@ void top_k(const float* logits, int64_t columns, int64_t k, void* scratch, float
   bool open = true;  // everything joins
   float threshold = 0.0f;
   for (int64_t i = 0; i < columns; i += 16) {
-    const __mmask16 mask = lane_mask(columns - i);
+    const __mmask16 mask = low_bits(columns - i);
     const __m512 x = _mm512_maskz_loadu_ps(mask, logits + i);
     uint32_t join = mask;
     if (!open) join = _mm512_mask_cmp_ps_mask(mask, x, _mm512_set1_ps(threshold), _CMP_GT_OQ);
@@ -256,7 +252,8 @@ struct GumbelSearch {
   inline float load(int64_t first, __m512* scaled, __mmask16* masks) const {
     __m512 most = negative_infinity();
     for (int i = 0; i < 4; ++i) {
-      const __mmask16 inside = lane_mask(columns - first - 16 * i);
+      const int64_t left = columns - first - 16 * i;
+      const __mmask16 inside = left > 0 ? low_bits(left) : __mmask16{0};
       const __m512 x = _mm512_maskz_loadu_ps(inside, logits + first + 16 * i);
       masks[i] = _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(threshold), _CMP_GE_OQ);
       scaled[i] = _mm512_mul_ps(x, _mm512_set1_ps(inverse_temperature));

@@ -6,6 +6,7 @@ when weights were packed, the cache was made and the batch was bound.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,17 +25,17 @@ from quasar.kernels.base import (
     RaggedBatch,
 )
 
+_native: Any
 try:
-    from quasar import _native
+    _native = importlib.import_module("quasar._native")
 except ImportError as error:
-    _native = None
-    _absence = f"the native module is not built ({error})"
+    _native, _absence = None, f"the native module is not built ({error})"
 
 LANES = 16
 """Gate and up rows alternate in runs of this many; layouts are padded to twice as many rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CpuLinear:
     """A packed linear. `tensors` own the memory whose addresses `handle` holds."""
 
@@ -176,8 +177,9 @@ class CpuBackend:
         table = (spec.cos.shape[0], spec.head_dim // 2)
         _check("cos", spec.cos, torch.float32, table)
         _check("sin", spec.sin, torch.float32, table)
-        shape = (spec.heads, spec.kv_heads, spec.head_dim, self.block_size, spec.scale)
-        handle = _native.Attention(*shape, spec.cos.data_ptr(), spec.sin.data_ptr(), table[0])
+        sizes = (spec.heads, spec.kv_heads, spec.head_dim, self.block_size)
+        tables = (spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[0])
+        handle = _native.Attention(*sizes, spec.scale, *tables)
         self._attention[id(spec)] = (handle, spec)
         return handle
 
