@@ -88,7 +88,7 @@ def page(content: dict[str, Any]) -> str:
         ("INT8", f"{content['int8_gmacs']:.0f} GMAC/s"),
         ("BF16", f"{content['bf16_gmacs']:.0f} GMAC/s"),
     ]
-    blocks = ["\n".join(f"{name:<16}{value}" for name, value in rows)]
+    blocks = [terminal.listing(rows)]
     if "passes" in content:
         blocks += [_passes_table(content["passes"]), _prefill_table(content["prefill"])]
     return "\n\n".join(blocks)

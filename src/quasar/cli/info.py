@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from quasar.cli.parts import options, terminal
+from quasar.cli.parts.terminal import megabytes
 
 if TYPE_CHECKING:
     from quasar.checkpoints.base import Checkpoint
@@ -29,10 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from quasar.loading import Model
 
     content = describe(Model.open(args.model))
-    if args.json:
-        print(json.dumps(content, ensure_ascii=False))
-    else:
-        print(terminal.table(("", ""), [(name, _shown(value)) for name, value in content.items()]))
+    print(json.dumps(content, ensure_ascii=False) if args.json else page(content))
     return 0
 
 
@@ -103,9 +101,26 @@ def weight_bytes(config: ModelConfig, precision: str) -> int:
     return packed + norms + 2 * config.vocab_size * hidden
 
 
+def page(content: dict[str, Any]) -> str:
+    """The same for people."""
+    kv_bytes = content["kv_bytes_per_1000_tokens"]
+    memory = [
+        (f"memory, {name}", f"{megabytes(needs['weight_bytes'])} of weights")
+        for name, needs in content["verifiers"].items()
+    ]
+    files = [(f"file {name}", megabytes(size)) for name, size in content["files"].items()]
+    plain = [
+        (name.replace("_", " "), _shown(value))
+        for name, value in content.items()
+        if name not in ("files", "verifiers", "kv_bytes_per_1000_tokens")
+    ]
+    cache = ("memory, cache", f"{megabytes(kv_bytes)} for 1,000 tokens")
+    return terminal.listing([*plain, *files, *memory, cache])
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(item)}" for name, item in value.items())
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value)
+        return ", ".join(f"{name}: {_shown(item)}" for name, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)

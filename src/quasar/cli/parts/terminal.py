@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """CSI and OSC sequences of ECMA-48."""
@@ -52,31 +56,59 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, texts)])
 
 
+def listing(pairs: Iterable[tuple[str, object]]) -> str:
+    """One line a pair."""
+    shown = [(name, str(value)) for name, value in pairs]
+    width = max(len(name) for name, _ in shown)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown)
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:,.0f} MB"
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A function (stage, done, total) that shows a bar a stage on standard error."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    """A function (stage, done, total) that shows a bar a stage on standard error.
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    bars: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    Nothing is shown, nor loaded, before its first call.
+    """
+    bars = Bars()
+    try:
+        yield bars
+    finally:
+        bars.close()
 
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in bars:
-                bars[stage] = bar.add_task(stage, total=total)
-            bar.update(bars[stage], completed=done, total=total)
 
-        yield show
+class Bars:
+    """Progress bars, the first of which opens the display."""
+
+    def __init__(self) -> None:
+        self._display: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        display = self._display or self._open()
+        if stage not in self._tasks:
+            self._tasks[stage] = display.add_task(stage, total=total)
+        display.update(self._tasks[stage], completed=done, total=total)
+
+    def _open(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        text, bar = TextColumn("{task.description}"), BarColumn()
+        columns = (text, bar, MofNCompleteColumn(), TimeElapsedColumn())
+        self._display = Progress(*columns, console=Console(stderr=True))
+        self._display.start()
+        return self._display
+
+    def close(self) -> None:
+        if self._display is not None:
+            self._display.stop()
