@@ -79,7 +79,7 @@ def load_verifier(
 
     def head(weight: LinearWeight) -> LinearWeight:
         if head_precision == "w8a8" and isinstance(weight, DenseWeight):
-            return quantize_head(weight)
+            return quantize_head(weight.weight)
         return weight
 
     decoder = load_decoder(checkpoint, parse_config(checkpoint.config), backend, head)
