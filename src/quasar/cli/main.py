@@ -65,8 +65,11 @@ def make_parser(argv: Sequence[str]) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line. Exit codes: 0, 1 (failed), 2 (usage), 130 (interrupted)."""
-    logging.basicConfig(stream=sys.stderr, format="quasar: %(message)s", level=logging.WARNING)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("quasar: %(message)s"))
+    log = logging.getLogger("quasar")
+    log.addHandler(handler)
     try:
         args = make_parser(arguments).parse_args(arguments)
         code: int = args.run(args)
@@ -80,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("quasar: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (QuasarError, OSError, MemoryError) as error:
-        message = one_line(error) or type(error).__name__
-        print(f"quasar: error: {message}", file=sys.stderr)
+        print(f"quasar: error: {one_line(error) or type(error).__name__}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    finally:
+        log.removeHandler(handler)
