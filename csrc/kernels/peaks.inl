@@ -20,9 +20,10 @@ static __m512i read_bytes(const char* data, size_t bytes) {
   return _mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d));
 }
 
-// 10^9 bytes a second. `bytes` should exceed the last cache several times; 64 MiB a slice.
+// 10^9 bytes a second. `bytes` should exceed the last cache several times; 256 MiB a
+// slice, so that it is a rate which lasts.
 static double read_bandwidth(const void* data, size_t bytes, double seconds, int32_t threads) {
-  constexpr size_t kChunk = 1 << 20, kSlice = 64 << 20;
+  constexpr size_t kChunk = 1 << 20, kSlice = 256 << 20;
   const size_t slice = bytes < kSlice ? bytes : kSlice, slices = bytes / slice;
   const double end = seconds_now() + seconds;
   double best = 0;
@@ -43,18 +44,17 @@ static double read_bandwidth(const void* data, size_t bytes, double seconds, int
   return best;
 }
 
-// `rounds` rounds of 24 independent sums, registers only.
+// `rounds` rounds of 24 independent sums in registers.
 template <class P>
 static void multiply_registers(int64_t rounds) {
-  const int32_t zeros[12] = {};
-  __m512i weight = _mm512_setzero_si512();
-  Sums<P, 12> tile;
-  tile.begin(zeros);
-  for (int64_t i = 0; i < rounds; ++i) {
-    asm volatile("" : "+v"(weight));  // another weight for all the compiler knows
-    tile.add(weight, weight, zeros);
-  }
   alignas(64) float sums[12 * kBlock];
+  const int32_t zeros[24] = {};
+  const int32_t* values = zeros;
+  __m512i left = _mm512_setzero_si512(), right = left;
+  asm volatile("" : "+r"(values), "+v"(left), "+v"(right));  // unknown: no two products are one
+  Sums<P, 12> tile;
+  tile.begin(values);
+  for (int64_t i = 0; i < rounds; ++i) tile.add(left, right, values + 12);
   tile.store(sums);
   asm volatile("" ::"m"(sums));
 }

