@@ -373,13 +373,12 @@ inline void attend_tile(const QueryTile& tile, float* scores) {
 }
 
 // Phase 1: every row's share of the cache and of the queries.
-inline void append_rows(const Attend& t, int32_t thread, int32_t threads) {
-  const Part part = part_of(t.batch.rows, thread, threads);
+inline void append_rows(const Attend& t, Queue& queue) {
   int64_t sequence = 0;
-  for (int64_t row = part.begin; row < part.end; ++row) {
+  queue.each(t.batch.rows, [&](int64_t row) {
     while (row >= t.batch.row_offsets[sequence + 1]) ++sequence;
     append_row(t, sequence, row);
-  }
+  });
 }
 
 // Phase 2: tiles as threads become free; the longest of a sequence come first.
@@ -435,12 +434,9 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
                  reinterpret_cast<float*>(memory + query_bytes(*a, batch->rows)),
                  query_tile,
                  score_stride_of(longest)};
-  Queue queue;
-  parallel(threads, [&](int32_t thread, int32_t team) {
-    append_rows(t, thread, team);
-    barrier(team);
-    attend_tiles(t, queue, thread);
-  });
+  Queue rows, tiles;
+  parallel(threads, [&](int32_t) { append_rows(t, rows); });
+  parallel(threads, [&](int32_t thread) { attend_tiles(t, tiles, thread); });
 }
 
 void move_slots(const quasar_attention* a, uint16_t* cache, const int32_t* table,

@@ -20,6 +20,8 @@
 constexpr int kTileRows = 14;
 constexpr int64_t kBlock = 32;        // outputs a block
 constexpr int64_t kStepBytes = 128;   // weights of a block a step
+constexpr int64_t kPageRows = 8;      // up to so many rows Ahead::kPage is the better way
+constexpr int64_t kFetchBytes = 6144;  // how far ahead a single tile fetches
 constexpr int64_t kGroupTiles = 8;    // tiles that a unit of work takes over one block
 constexpr int64_t kPrivateBytes = 32 << 10;  // rows up to this size are prepared by each thread
 constexpr int kLanes = 64;
@@ -48,10 +50,8 @@ struct Rows {
     start = (int32_t*)(scale + rows);
   }
 
-  int64_t first(int64_t tile) const {
-    const int64_t extra = rows % tiles;
-    return tile * (rows / tiles) + (tile < extra ? tile : extra);
-  }
+  int64_t first(int64_t tile) const { return rows * tile / tiles; }
+  int64_t tile_of(int64_t row) const { return ((row + 1) * tiles - 1) / rows; }
 };
 
 // Where the input comes from: x [rows, count], norm [count] or null.
@@ -62,22 +62,19 @@ struct Input {
   int64_t rows, count;
 };
 
-template <class P, bool kNorm>
-static void prepare_tile(const Input& input, const Rows& rows, int64_t tile) {
-  const int64_t first = rows.first(tile), stride = rows.first(tile + 1) - first;
-  for (int64_t r = 0; r < stride; ++r) {
-    const int64_t m = first + r;
-    const RowSource<kNorm> row(input.x + m * input.count, input.norm, input.eps, input.count);
-    P::prepare(row, rows.values + first * rows.steps + r, stride, rows.scale + m, rows.start + m);
-  }
-}
-
 template <class P>
-static void prepare_tile(const Input& input, const Rows& rows, int64_t tile) {
-  if (input.norm)
-    prepare_tile<P, true>(input, rows, tile);
-  else
-    prepare_tile<P, false>(input, rows, tile);
+static void prepare_row(const Input& input, const Rows& rows, int64_t m) {
+  const int64_t tile = rows.tile_of(m), first = rows.first(tile);
+  const int64_t stride = rows.first(tile + 1) - first;
+  const float* x = input.x + m * input.count;
+  int32_t* values = rows.values + first * rows.steps + (m - first);
+  if (input.norm) {
+    const RowSource<true> row(x, input.norm, input.eps, input.count);
+    P::prepare(row, values, stride, rows.scale + m, rows.start + m);
+  } else {
+    const RowSource<false> row(x, nullptr, 0.0f, input.count);
+    P::prepare(row, values, stride, rows.scale + m, rows.start + m);
+  }
 }
 
 // ---- The tile -------------------------------------------------------------------------------
@@ -114,22 +111,31 @@ struct Sums<P, 0> {
   inline void store(float*) const {}
 };
 
-// Two lines are prefetched a step: `next` and `next` + second.
-struct Prefetch {
+// What a tile fetches ahead. kPage: the first eight lines of the following page, one every fourth
+// step, into L1: the hardware follows a stream by itself, but stops at the end of a page. kLines:
+// into L2, two lines a step, at `next` and `next` + second, moved by `stride`.
+enum class Ahead { kPage, kLines };
+
+struct Fetch {
   const char* next;
   int64_t stride, second;
 };
 
-template <class P, int R>
+template <class P, int R, Ahead kAhead>
 static void multiply_tile(const char* weight, int64_t steps, const int32_t* values,
-                          const int32_t* start, Prefetch fetch, float* sums) {
+                          const int32_t* start, Fetch fetch, float* sums) {
   Sums<P, R> tile;
   tile.begin(start);
   const char* const end = weight + steps * kStepBytes;
   do {
-    _mm_prefetch(fetch.next, _MM_HINT_T0);
-    _mm_prefetch(fetch.next + fetch.second, _MM_HINT_T0);
-    fetch.next += fetch.stride;
+    if constexpr (kAhead == Ahead::kPage) {
+      const uintptr_t at = (uintptr_t)weight;
+      _mm_prefetch((const char*)((at | 4095) + 1 + ((at & 4095) / 8 & ~(uintptr_t)63)), _MM_HINT_T0);
+    } else {
+      _mm_prefetch(fetch.next, _MM_HINT_T1);
+      _mm_prefetch(fetch.next + fetch.second, _MM_HINT_T1);
+      fetch.next += fetch.stride;
+    }
     tile.add(_mm512_load_si512(weight), _mm512_load_si512(weight + 64), values);
     weight += kStepBytes;
     values += R;
@@ -138,20 +144,21 @@ static void multiply_tile(const char* weight, int64_t steps, const int32_t* valu
 }
 
 template <class P>
-using Multiply = void (*)(const char*, int64_t, const int32_t*, const int32_t*, Prefetch, float*);
+using Multiply = void (*)(const char*, int64_t, const int32_t*, const int32_t*, Fetch, float*);
 
-template <class P>
+template <class P, Ahead kAhead>
 static Multiply<P> multiply_for(int64_t rows) {
   static constexpr Multiply<P> table[kTileRows] = {
-      multiply_tile<P, 1>,  multiply_tile<P, 2>,  multiply_tile<P, 3>,  multiply_tile<P, 4>,
-      multiply_tile<P, 5>,  multiply_tile<P, 6>,  multiply_tile<P, 7>,  multiply_tile<P, 8>,
-      multiply_tile<P, 9>,  multiply_tile<P, 10>, multiply_tile<P, 11>, multiply_tile<P, 12>,
-      multiply_tile<P, 13>, multiply_tile<P, 14>};
+      multiply_tile<P, 1, kAhead>,  multiply_tile<P, 2, kAhead>,  multiply_tile<P, 3, kAhead>,
+      multiply_tile<P, 4, kAhead>,  multiply_tile<P, 5, kAhead>,  multiply_tile<P, 6, kAhead>,
+      multiply_tile<P, 7, kAhead>,  multiply_tile<P, 8, kAhead>,  multiply_tile<P, 9, kAhead>,
+      multiply_tile<P, 10, kAhead>, multiply_tile<P, 11, kAhead>, multiply_tile<P, 12, kAhead>,
+      multiply_tile<P, 13, kAhead>, multiply_tile<P, 14, kAhead>};
   return table[rows - 1];
 }
 
-static Prefetch prefetch_for(const char* weight, int64_t steps, int64_t tile, int64_t tiles) {
-  if (tiles == 1) return {weight + 4096, kStepBytes, 64};
+static Fetch fetch_for(const char* weight, int64_t steps, int64_t tile, int64_t tiles) {
+  if (tiles == 1) return {weight + kFetchBytes, kStepBytes, 64};
   if (tile < 2) return {weight + steps * (kStepBytes + 64 * tile), 64, 0};
   return {weight, 0, 0};
 }
@@ -239,8 +246,10 @@ static void multiply_block(const quasar_linear& layer, const Rows& rows, int64_t
   const char* weight = (const char*)layer.weight + block * rows.steps * kStepBytes;
   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
     const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
-    multiply_for<P>(count)(weight, rows.steps, rows.values + first * rows.steps, rows.start + first,
-                           prefetch_for(weight, rows.steps, tile, rows.tiles), sums);
+    const auto multiply = rows.rows > kPageRows ? multiply_for<P, Ahead::kLines>(count)
+                                                : multiply_for<P, Ahead::kPage>(count);
+    multiply(weight, rows.steps, rows.values + first * rows.steps, rows.start + first,
+             fetch_for(weight, rows.steps, tile, rows.tiles), sums);
     finish_tile<P, kResult>(layer, rows, first, count, block, sums, out);
   }
 }
@@ -257,23 +266,23 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   const Rows common(scratch, input.rows, steps);
   const int64_t groups = (common.tiles + kGroupTiles - 1) / kGroupTiles;
   Lanes lanes(blocks * groups, threads);
-#pragma omp parallel num_threads(threads)
-  {
-    const int thread = omp_get_thread_num();
+  if (shared) {
+    Queue queue;
+    parallel(threads, [&](int32_t) {
+      queue.each(input.rows, [&](int64_t m) { prepare_row<P>(input, common, m); });
+    });
+  }
+  parallel(threads, [&](int32_t thread) {
     alignas(64) char memory[kPrivateBytes];
     const Rows rows = shared ? common : Rows(memory, input.rows, steps);
-    if (shared) {
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t tile = 0; tile < rows.tiles; ++tile) prepare_tile<P>(input, rows, tile);
-    } else {
-      for (int64_t tile = 0; tile < rows.tiles; ++tile) prepare_tile<P>(input, rows, tile);
-    }
+    if (!shared)
+      for (int64_t m = 0; m < input.rows; ++m) prepare_row<P>(input, rows, m);
     lanes.run(thread, [&](int64_t unit) {
       const int64_t first = unit % groups * kGroupTiles;
       const int64_t last = first + kGroupTiles < rows.tiles ? first + kGroupTiles : rows.tiles;
       multiply_block<P, kResult>(layer, rows, unit / groups, first, last, out);
     });
-  }
+  });
 }
 
 template <Result kResult>
@@ -309,10 +318,15 @@ template <class P>
 static void pack_as(const void* weight, int64_t out_features, int64_t in_features, void* packed,
                     int threads) {
   const int64_t words = steps_of<P>(in_features) * kBlock;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
-  for (int64_t n = 0; n < out_features; n += kBlock)
-    pack_block<P>((const typename P::Element*)weight + n * in_features, out_features - n,
-                  in_features, (int32_t*)packed + n / kBlock * words);
+  const auto* source = (const typename P::Element*)weight;
+  Lanes lanes((out_features + kBlock - 1) / kBlock, threads);
+  parallel(threads, [&](int32_t thread) {
+    lanes.run(thread, [&](int64_t block) {
+      const int64_t n = block * kBlock;
+      pack_block<P>(source + n * in_features, out_features - n, in_features,
+                    (int32_t*)packed + block * words);
+    });
+  });
 }
 
 static void pack(int32_t precision, const void* weight, int64_t out_features, int64_t in_features,

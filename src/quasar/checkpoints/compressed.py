@@ -19,20 +19,9 @@ from quasar.checkpoints.hf import SafetensorsCheckpoint
 from quasar.errors import CheckpointError
 from quasar.kernels.base import Int8Weight, LinearWeight
 
-_WEIGHTS = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "channel",
-    "dynamic": False,
-}
-_ACTIVATIONS = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "token",
-    "dynamic": True,
-}
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_WEIGHTS = {**_INT8, "strategy": "channel", "dynamic": False}
+_ACTIVATIONS = {**_INT8, "strategy": "token", "dynamic": True}
 _SCALE = ".weight_scale"
 
 
@@ -115,9 +104,7 @@ def _check_scheme(quantization: Mapping[str, Any], where: str) -> tuple[str, ...
     """Refuse all but W8A8 for every Linear; return the ignored modules."""
     method = quantization.get("quant_method")
     if method != "compressed-tensors":
-        raise CheckpointError(
-            f"{where}: method {method!r} is not supported (compressed-tensors is)"
-        )
+        raise CheckpointError(f"{where}: quant_method {method!r} is not supported")
     for key, allowed in (
         ("format", ("int-quantized",)),
         ("quantization_status", (None, "compressed", "frozen")),

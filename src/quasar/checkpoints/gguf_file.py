@@ -21,20 +21,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from quasar.checkpoints.mapping import MappedFile
 from quasar.errors import CheckpointError
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-_STRING, _ARRAY = 8, 9
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 _MAX_ELEMENTS = 1 << 40
 
 
@@ -79,6 +67,9 @@ class GgufFile:
         kind = self._take("I")[0]
         if kind == _STRING:
             return self._string()
+        if kind == _FLOAT:
+            # The shortest decimal of this fp32 is what its author wrote: 1e-05, not 9.99999974e-06.
+            return float(str(np.float32(self._take("f")[0])))
         if kind != _ARRAY:
             return self._take(self._format(kind, key))[0]
         kind, count = self._take("IQ")

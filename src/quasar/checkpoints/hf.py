@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 16 << 20
 """150,000 tensors; the largest dense models have about 1,200."""
 _MAX_JSON = 64 << 20
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -112,17 +112,17 @@ def _entry(file: MappedFile, start: int, name: str, item: Any) -> Entry:
             pass
         case _:
             raise CheckpointError(f"{where} has a malformed header entry")
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise CheckpointError(f"{where} has dtype {dtype!r}, which is not supported")
     if not all(type(size) is int and size > 0 for size in shape):
         raise CheckpointError(f"{where} has the impossible shape {shape}")
-    nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != nbytes or begin < 0 or start + end > file.size:
         raise CheckpointError(
             f"{where} of {nbytes} bytes is truncated or malformed: it lies at {begin}..{end} "
             f"of {file.size - start} bytes of data"
         )
-    return Entry(file, _DTYPES[dtype], tuple(shape), start + begin, nbytes)
+    return Entry(file, DTYPES[dtype], tuple(shape), start + begin, nbytes)
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -133,7 +133,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
         self.config = config
-        self.quantization = None
+        self.quantization: Mapping[str, Any] | None = None
         self.tokenizer_metadata = None
         generation = path / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}

@@ -234,7 +234,7 @@ class Backend(Protocol):
         """Copy K and V of slots source[i] to target[i] (int32, target[i] <= source[i], ascending)."""
 
     def argmax(self, rows: int, logits: Buffer) -> list[int]:
-        """Index of the largest logit of each row; the lowest index wins a tie."""
+        """Index of the largest logit of each row; the lowest index wins a tie, NaN loses any."""
 
     def top_k(self, logits: Buffer, row: int, k: int) -> tuple[Tensor, Tensor]:
         """The k largest (values fp32, ids int64), descending, ties by ascending id."""

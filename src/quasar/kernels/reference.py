@@ -99,6 +99,11 @@ def gumbel_noise(columns: int, noise: NoiseKey) -> Tensor:
     return -torch.log(-torch.log(uniform)).float()
 
 
+def _without_nan(logits: Tensor) -> Tensor:
+    """NaN counts as the smallest logit: it never wins against a number."""
+    return torch.where(logits.isnan(), -torch.inf, logits)
+
+
 class ReferenceBackend:
     name = "reference"
     isa = "reference"
@@ -212,11 +217,12 @@ class ReferenceBackend:
             self._store(spec, cache, table, slot, kept[:, :, i])
 
     def argmax(self, rows: int, logits: Buffer) -> list[int]:
-        return [int((row == row.max()).int().argmax()) for row in logits.tensor[:rows]]
+        numbers = (_without_nan(row) for row in logits.tensor[:rows])
+        return [int((row == row.max()).int().argmax()) for row in numbers]
 
     def top_k(self, logits: Buffer, row: int, k: int) -> tuple[Tensor, Tensor]:
-        values, ids = torch.sort(logits.tensor[row], descending=True, stable=True)
-        return values[:k], ids[:k]
+        _, ids = torch.sort(_without_nan(logits.tensor[row]), descending=True, stable=True)
+        return logits.tensor[row, ids[:k]], ids[:k]
 
     def gumbel_argmax(
         self, logits: Buffer, row: int, temperature: float, threshold: float, noise: NoiseKey

@@ -101,7 +101,7 @@ class Vocabulary:
         index = self.get(f"{name}_token_id", int, defaults.get(name))
         if index is not None and not 0 <= index < len(self.tokens):
             raise CheckpointError(f"{self.where}: {name}_token_id {index} is not in the vocabulary")
-        return index
+        return None if index is None else int(index)
 
     def end_ids(self) -> set[int]:
         """Every token that ends a text: eos, eot, eom, and control tokens known by their text."""
@@ -206,12 +206,10 @@ def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
         byte_fallback=True,
     )
     tokenizer = tokenizers.Tokenizer(model)
-    space = [normalizers.Replace(" ", "\u2581")]
-    strip = []
+    prepend, strip = [], []
     if vocabulary.add_space_prefix:
-        space.insert(0, normalizers.Prepend("\u2581"))
-        strip = [decoders.Strip(" ", 1, 0)]
-    tokenizer.normalizer = normalizers.Sequence(space)
+        prepend, strip = [normalizers.Prepend("\u2581")], [decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "\u2581")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )

@@ -40,9 +40,8 @@ def token_pieces(tokenizer: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
         fallback = "ByteFallback" in kinds
         for token, index in vocabulary.items():
             match = _BYTE_TOKEN.fullmatch(token) if fallback else None
-            pieces[index] = (
-                bytes.fromhex(match[1]) if match else token.replace(_SPACE, " ").encode()
-            )
+            text = token.replace(_SPACE, " ").encode()
+            pieces[index] = bytes.fromhex(match[1]) if match else text
     else:
         raise CheckpointError(f"tokenizer.json: decoder {'+'.join(kinds)!r} is not supported")
     for added in layout["added_tokens"]:
@@ -59,14 +58,11 @@ def _steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
+    space = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     return all(
         step["type"] in ("ByteFallback", "Fuse")
         or (step["type"] == "Metaspace" and step["replacement"] == _SPACE)
-        or (
-            step["type"] == "Replace"
-            and step["pattern"] == {"String": _SPACE}
-            and step["content"] == " "
-        )
+        or step == space
         or _strips(step)
         for step in steps
     )

@@ -137,7 +137,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """`{% generation %}` marks the assistant's tokens for training; here it is transparent."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

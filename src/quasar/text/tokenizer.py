@@ -36,7 +36,7 @@ class Tokenizer:
         config: Mapping[str, Any],
         eos_ids: frozenset[int],
     ) -> None:
-        """`config` has the keys of tokenizer_config.json, `chat_template` resolved to one string."""
+        """`config`: the keys of tokenizer_config.json, `chat_template` resolved to one text."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -111,7 +111,7 @@ class Tokenizer:
         self._tokenizer.save(str(folder / "tokenizer.json"))
         config = {k: v for k, v in self._config.items() if k != "auto_map"}
         _write(folder / "tokenizer_config.json", config)
-        generation = {"eos_token_id": sorted(self.eos_ids)}
+        generation: dict[str, Any] = {"eos_token_id": sorted(self.eos_ids)}
         for key in ("bos_token", "pad_token"):
             index = self._tokenizer.token_to_id(_content(self._config.get(key)) or "")
             if index is not None:
@@ -182,9 +182,7 @@ def _template(value: Any, where: str) -> str:
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
         value = named.get("default")
     if not isinstance(value, str):
-        raise CheckpointError(
-            f"{where}: chat_template is neither a text nor has one named 'default'"
-        )
+        raise CheckpointError(f"{where}: chat_template is no text and has none called 'default'")
     return value
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from quasar.errors import CheckpointError
 
@@ -39,6 +39,19 @@ HARMLESS = frozenset(
 _REQUIRED: Any = object()
 _MAX_HEAD_DIM = 1024
 _MAX_CONTEXT = 1 << 24
+
+
+class Sizes(TypedDict):
+    """The sizes that every decoder has, by ModelConfig's names."""
+
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
 
 
 class ConfigReader:
@@ -75,8 +88,8 @@ class ConfigReader:
         """Keys without effect given what was read before."""
         self._read.update(keys)
 
-    def sizes(self) -> dict[str, int]:
-        """The sizes that every decoder has, checked against each other, by ModelConfig's names."""
+    def sizes(self) -> Sizes:
+        """All sizes, checked against each other."""
         hidden = self.integer("hidden_size", 1 << 20)
         heads = self.integer("num_attention_heads", 1 << 12)
         kv_heads = self.integer("num_key_value_heads", heads, heads)
