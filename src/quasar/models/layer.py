@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quasar.checkpoints.base import Checkpoint
+from quasar.checkpoints.base import Checkpoint, check_tensors
+from quasar.errors import CheckpointError
 from quasar.kernels.reference import rms_norm, rotate
 from quasar.models.config import ModelConfig
 
@@ -27,6 +28,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """The linears of a layer by the input they share."""
 
 LINEARS = tuple(name for names in GROUPS.values() for name in names)
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
 INPUT_NORM = "input_layernorm.weight"
 POST_NORM = "post_attention_layernorm.weight"
 
@@ -90,7 +94,9 @@ class Layer:
         """Causal grouped-query attention: [tokens, hidden] -> [tokens, heads * head_dim]."""
         tokens, dim = normed.shape[0], self.config.head_dim
         cos, sin = rotary_tables(self.config, tokens)
-        q, k, v = (p(normed).view(tokens, -1, dim).transpose(0, 1) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(normed).view(tokens, -1, dim).transpose(0, 1) for p in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(
             rotate(q, cos, sin)[None],
             rotate(k, cos, sin)[None],
@@ -109,36 +115,55 @@ def rotary_tables(config: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
     return angles.cos().float(), angles.sin().float()
 
 
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names (without prefix) and shapes of one layer's tensors."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = dict(
+        zip(LINEARS, (width, kv_width, kv_width, hidden, inner, inner, hidden), strict=True)
+    )
+    columns = {"qkv": hidden, "o": width, "gate_up": hidden, "down": inner}
+    biased = {"qkv": config.qkv_bias, "o": config.o_bias}
+    shapes: dict[str, tuple[int, ...]] = {INPUT_NORM: (hidden,), POST_NORM: (hidden,)}
+    for group, linears in GROUPS.items():
+        for linear in linears:
+            shapes[f"{linear}.weight"] = (rows[linear], columns[group])
+            if biased.get(group, False):
+                shapes[f"{linear}.bias"] = (rows[linear],)
+    return shapes
+
+
+def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Refuse missing, leftover and misshapen tensors, and a tied head that is not the embedding."""
+    shape = (config.vocab_size, config.hidden_size)
+    expected: dict[str, tuple[int, ...]] = {EMBEDDING: shape, FINAL_NORM: (config.hidden_size,)}
+    if not config.tied_embeddings or HEAD in checkpoint.names():
+        expected[HEAD] = shape
+    for index in range(config.layers):
+        prefix = layer_prefix(index)
+        expected |= {prefix + name: shape for name, shape in layer_shapes(config).items()}
+    check_tensors(checkpoint, expected)
+    if config.tied_embeddings and HEAD in expected:
+        head, table = checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING)
+        if not torch.equal(head, table):
+            raise CheckpointError(
+                f"{checkpoint.path}: {HEAD} differs from {EMBEDDING}, yet the config ties them"
+            )
+
+
 def read_layer(checkpoint: Checkpoint, config: ModelConfig, index: int) -> LayerTensors:
     """All tensors of layer `index`, as fp32."""
-    names = [INPUT_NORM, POST_NORM, *(f"{linear}.weight" for linear in LINEARS)]
-    if config.qkv_bias:
-        names += [f"{linear}.bias" for linear in GROUPS["qkv"]]
-    if config.o_bias:
-        names += [f"{linear}.bias" for linear in GROUPS["o"]]
     prefix = layer_prefix(index)
-    return {name: checkpoint.tensor(prefix + name).float() for name in names}
+    return {name: checkpoint.tensor(prefix + name).float() for name in layer_shapes(config)}
 
 
 def layer_prefix(index: int) -> str:
     return f"model.layers.{index}."
 
 
-def embedding(checkpoint: Checkpoint) -> Tensor:
-    """[vocab, hidden] bf16."""
-    return checkpoint.tensor("model.embed_tokens.weight")
-
-
-def final_norm(checkpoint: Checkpoint) -> Tensor:
-    """[hidden] fp32."""
-    return checkpoint.tensor("model.norm.weight").float()
-
-
 def head_rows(checkpoint: Checkpoint, config: ModelConfig) -> Tensor:
     """[vocab, hidden] bf16, the embedding where the two are tied."""
-    if config.tied_embeddings:
-        return embedding(checkpoint)
-    return checkpoint.tensor("lm_head.weight")
+    return checkpoint.tensor(EMBEDDING if config.tied_embeddings else HEAD)
 
 
 def head_chunks(rows: Tensor, size: int = 8192) -> Iterator[tuple[int, Tensor]]:
@@ -149,9 +174,9 @@ def head_chunks(rows: Tensor, size: int = 8192) -> Iterator[tuple[int, Tensor]]:
 
 def logits(checkpoint: Checkpoint, config: ModelConfig, tokens: Tensor) -> Tensor:
     """tokens [n] of one sequence -> logits [n, vocab] fp32, reading one layer at a time."""
-    hidden = embedding(checkpoint)[tokens].float()
+    hidden = checkpoint.tensor(EMBEDDING)[tokens].float()
     for index in range(config.layers):
         hidden = Layer(config, read_layer(checkpoint, config, index))(hidden)
-    normed = rms_norm(hidden, final_norm(checkpoint), config.rms_norm_eps)
+    normed = rms_norm(hidden, checkpoint.tensor(FINAL_NORM).float(), config.rms_norm_eps)
     chunks = head_chunks(head_rows(checkpoint, config))
     return torch.cat([normed @ rows.t() for _, rows in chunks], dim=-1)

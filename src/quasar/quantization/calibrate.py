@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quasar.errors import UsageError
+from quasar.text.tokenizer import Tokenizer
 
 CALIBRATION_TOKENS = 8192
 HELD_OUT_TOKENS = 2048
@@ -33,16 +33,6 @@ Turn = dict[str, str]
 """`role` and `content`, as chat templates take them."""
 
 
-class Encoder(Protocol):
-    """What calibration needs of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the beginning-of-text token if the model wants one."""
-
-    def encode_chat(self, turns: Sequence[Turn]) -> list[int] | None:
-        """Token ids of a conversation under the model's template; None if it has none."""
-
-
 @dataclass(frozen=True, slots=True)
 class Passage:
     """A piece of text, or a conversation."""
@@ -51,9 +41,11 @@ class Passage:
     text: str
     turns: tuple[Turn, ...] = ()
 
-    def encode(self, encoder: Encoder) -> list[int]:
-        ids = encoder.encode_chat(self.turns) if self.turns else None
-        return encoder.encode(self.text) if ids is None else ids
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids; without a template a conversation is the text of its turns."""
+        if self.turns and tokenizer.has_chat_template:
+            return tokenizer.chat(self.turns, add_generation_prompt=False)
+        return tokenizer.encode(self.text, add_special_tokens=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,7 @@ class CalibrationText:
     held_out: list[Tensor]
 
 
-def calibration_text(encoder: Encoder, file: Path | None = None) -> CalibrationText:
+def calibration_text(tokenizer: Tokenizer, file: Path | None = None) -> CalibrationText:
     """The built-in text, or a UTF-8 file whose last quarter is held out."""
     name = "builtin" if file is None else file.name
     kept, held_out = builtin_passages() if file is None else file_passages(file)
@@ -75,7 +67,7 @@ def calibration_text(encoder: Encoder, file: Path | None = None) -> CalibrationT
     )
     taken = []
     for passages, budget, least in parts:
-        sequences = encode(passages, encoder, budget)
+        sequences = encode(passages, tokenizer, budget)
         tokens = sum(s.shape[0] for s in sequences)
         if tokens < least:
             raise UsageError(
@@ -86,14 +78,14 @@ def calibration_text(encoder: Encoder, file: Path | None = None) -> CalibrationT
     return CalibrationText(name, *taken)
 
 
-def encode(passages: Sequence[Passage], encoder: Encoder, budget: int) -> list[Tensor]:
+def encode(passages: Sequence[Passage], tokenizer: Tokenizer, budget: int) -> list[Tensor]:
     """Sequences of at most SEQUENCE_TOKENS, `budget` tokens in all, from a fixed random choice."""
     order = list(passages)
     random.Random(0).shuffle(order)
     sequences = []
     for passage in order:
-        ids = torch.tensor(passage.encode(encoder)[:budget], dtype=torch.int64)
-        sequences += [part for part in ids.split(SEQUENCE_TOKENS) if part.shape[0] > 1]
+        ids = torch.tensor(passage.encode(tokenizer)[:budget], dtype=torch.int64)
+        sequences += [part for part in torch.split(ids, SEQUENCE_TOKENS) if part.shape[0] > 1]
         budget -= ids.shape[0]
         if budget <= 1:
             break

@@ -1,51 +1,43 @@
-"""Checkpoint in, W8A8 checkpoint out: one layer in memory at a time.
+"""Checkpoint in, W8A8 checkpoint out: one layer in memory at a time, all or nothing.
 
-Three models run side by side through the layers over the same held-out text: BF16, the recipe and
-plain round-to-nearest. So when the last layer is written the whole-model effect of the recipe is
-known, and a recipe that is worse than doing nothing is not kept.
+A recipe can be worse than plain round-to-nearest (SmoothQuant is on some models), so both are
+measured against BF16 on held-out text, and the better one is what the folder holds.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from quasar.checkpoints.base import Checkpoint
+from quasar.checkpoints.writer import CheckpointWriter
 from quasar.errors import CheckpointError, UsageError
-from quasar.kernels.reference import rms_norm
-from quasar.models.config import ModelConfig
+from quasar.models.families import parse_config
 from quasar.models.layer import (
-    GROUPS,
-    FloatLinear,
-    Layer,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
     LayerTensors,
-    Observer,
-    embedding,
-    final_norm,
+    check_model,
     head_rows,
     layer_prefix,
     read_layer,
-    unobserved,
 )
-from quasar.quantization.calibrate import (
-    CalibrationText,
-    ChannelMaxima,
-    RowSample,
-    calibration_text,
-)
-from quasar.quantization.report import REPORT_FILE, LinearReport, Report, peak_memory
-from quasar.quantization.simulation import Fidelity, Int8Linear, compare, simulated
-from quasar.quantization.smooth import SMOOTHERS, Scales, fold
+from quasar.quantization.calibrate import calibration_text
+from quasar.quantization.report import REPORT_FILE, Report, peak_memory
+from quasar.quantization.smooth import SMOOTHERS
+from quasar.quantization.trial import Trial, TrialResult
 from quasar.quantization.weights import QuantizedLayer
+from quasar.text.tokenizer import load_tokenizer
 
-SAMPLED_ROWS = 32
-"""Rows of each held-out sequence on which the error of a linear is measured."""
+GENERATION_FILE = "generation_config.json"
+
+log = logging.getLogger("quasar")
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with a stage's name, steps done and steps in all; what it raises stops the run."""
@@ -67,76 +59,131 @@ class QuantizeOptions:
         ):
             if value not in known:
                 raise UsageError(
-                    f"{option} {value} is not available in this version; "
-                    f"it knows {' and '.join(known)}"
+                    f"{option} {value} is not available in this version, "
+                    f"which has {' and '.join(known)}"
                 )
 
 
-class Trial:
-    """The texts on their way through the model, under BF16, the recipe and round-to-nearest.
+def quantize(
+    checkpoint: Checkpoint,
+    out: Path,
+    options: QuantizeOptions | None = None,
+    progress: ProgressCallback | None = None,
+) -> Report:
+    """Write the W8A8 form of `checkpoint` to the folder `out`, with its report card.
 
-    The BF16 activations feed the next layer's calibration.
+    Raises UsageError for options, a calibration file or a target folder that cannot be used, and
+    CheckpointError for the model's faults. Whatever is raised, also by `progress`, leaves nothing
+    behind.
     """
-
-    def __init__(self, config: ModelConfig, smooth: str, text: CalibrationText, table: Tensor):
-        self.config, self.smooth = config, smooth
-        self.smoother = SMOOTHERS[smooth]
-        self.calibration = [table[ids].float() for ids in text.calibration]
-        self.bf16 = [table[ids].float() for ids in text.held_out]
-        self.rtn = list(self.bf16)
-        self.recipe = self.rtn if smooth == "none" else list(self.bf16)
-        self.targets = torch.cat([ids[1:] for ids in text.held_out])
-        self.linears: list[LinearReport] = []
-
-    def advance(self, prefix: str, tensors: LayerTensors) -> QuantizedLayer:
-        """Move every text through one layer; gives the layer as the recipe quantises it."""
-        maxima, sample = ChannelMaxima(), RowSample(SAMPLED_ROWS)
-        layer = Layer(self.config, tensors)
-        move(self.calibration, layer, maxima)
-        move(self.bf16, layer, sample)
-        plain = QuantizedLayer.round(tensors)
-        move(self.rtn, simulated(self.config, plain))
-        scales: Scales = {}
-        quantized = plain
-        if self.recipe is not self.rtn:
-            scales = self.smoother(tensors, maxima.absmax, self.config)
-            folded, scales = fold(tensors, scales, self.config)
-            quantized = QuantizedLayer.round(folded)
-            move(self.recipe, simulated(self.config, quantized))
-        for group, names in GROUPS.items():
-            rows = sample.rows(group)
-            smoothed = rows / scales[group] if group in scales else rows
-            for name in names:
-                expected = FloatLinear(tensors[f"{name}.weight"], None)(rows)
-                self.linears.append(
-                    LinearReport(
-                        prefix + name,
-                        "w8a8",
-                        self.smooth if group in scales else "none",
-                        relative_error(quantized, name, smoothed, expected),
-                        relative_error(plain, name, rows, expected),
-                    )
-                )
-        return quantized
-
-    def fidelity(
-        self, norm: Tensor, head: Tensor, progress: Callable[[int, int], None]
-    ) -> tuple[Fidelity, Fidelity, Fidelity]:
-        """BF16, recipe and round-to-nearest on the held-out text."""
-        arms = [self.bf16, self.recipe, self.rtn]
-        eps = self.config.rms_norm_eps
-        outputs = [torch.cat([rms_norm(x[:-1], norm, eps) for x in arm]) for arm in arms]
-        bf16, recipe, rtn = compare(outputs, head, self.targets, progress)
-        return bf16, recipe, rtn
+    run = _Run(checkpoint, options or QuantizeOptions(), progress or (lambda *_: None))
+    with CheckpointWriter(out) as writer:
+        result = run.write_recipe(writer)
+        if not result.recipe.kl > result.rtn.kl:
+            return run.finish(writer, result, run.options.smooth)
+    log.warning(
+        "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept instead",
+        *(run.options.smooth, result.recipe.kl, result.rtn.kl),
+    )
+    with CheckpointWriter(out) as writer:
+        run.write_plain(writer)
+        return run.finish(writer, result, "none")
 
 
-def move(states: list[Tensor], layer: Layer, observe: Observer = unobserved) -> None:
-    """Replace each sequence's hidden states by the layer's output."""
-    for index, hidden in enumerate(states):
-        states[index] = layer(hidden, observe)
+class _Run:
+    """One checkpoint on its way to one folder."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: QuantizeOptions, progress: ProgressCallback
+    ) -> None:
+        """Everything that can be refused about the input is refused here."""
+        self.started = time.perf_counter()
+        self.checkpoint, self.options, self.progress = checkpoint, options, progress
+        if checkpoint.quantization is not None:
+            raise CheckpointError(f"{checkpoint.path} is already quantised")
+        self.config = parse_config(checkpoint.config)
+        check_model(checkpoint, self.config)
+        self.tokenizer = load_tokenizer(checkpoint)
+        self.text = calibration_text(self.tokenizer, options.calibration)
+
+    def write_recipe(self, writer: CheckpointWriter) -> TrialResult:
+        """All tensors as the recipe makes them, and what that does to the model's predictions."""
+        trial = Trial(
+            self.config, self.options.smooth, self.text, self.checkpoint.tensor(EMBEDDING)
+        )
+        self._write(writer, "layers", trial.advance)
+        norm = self.checkpoint.tensor(FINAL_NORM).float()
+        head = head_rows(self.checkpoint, self.config)
+        return trial.result(norm, head, lambda done, all: self.progress("measuring", done, all))
+
+    def write_plain(self, writer: CheckpointWriter) -> None:
+        """All tensors by round-to-nearest."""
+        self._write(writer, "round-to-nearest", lambda _, tensors: QuantizedLayer.round(tensors))
+
+    def _write(
+        self,
+        writer: CheckpointWriter,
+        stage: str,
+        quantize_layer: Callable[[str, LayerTensors], QuantizedLayer],
+    ) -> None:
+        layers = self.config.layers
+        for index in range(layers):
+            self.progress(stage, index, layers)
+            prefix = layer_prefix(index)
+            layer = quantize_layer(prefix, read_layer(self.checkpoint, self.config, index))
+            for name, tensor in layer.stored():
+                writer.add(prefix + name, tensor)
+            self.checkpoint.release()
+        self.progress(stage, layers, layers)
+        # A tied head is the embedding and is not written twice.
+        for name in [EMBEDDING, FINAL_NORM] + [HEAD] * (not self.config.tied_embeddings):
+            writer.add(name, self.checkpoint.tensor(name))
+        self.checkpoint.release()
+
+    def finish(self, writer: CheckpointWriter, result: TrialResult, smooth: str) -> Report:
+        """Everything but the tensors; then the folder becomes visible."""
+        writer.add_json("config.json", folder_config(self.checkpoint))
+        self.tokenizer.save(writer.folder)
+        generation = json.loads((writer.folder / GENERATION_FILE).read_text(encoding="utf-8"))
+        writer.add_json(GENERATION_FILE, {**self.checkpoint.generation_config, **generation})
+        report = Report(
+            scheme=self.options.scheme,
+            smooth=smooth,
+            requested=self.options.smooth,
+            source=self.checkpoint.path.name,
+            source_sha256=self.checkpoint.fingerprint(),
+            text=self.text,
+            result=result,
+            seconds=time.perf_counter() - self.started,
+            peak_rss_bytes=peak_memory(),
+        )
+        writer.add_json(REPORT_FILE, report.to_json())
+        writer.commit()
+        return report
 
 
-def relative_error(layer: QuantizedLayer, name: str, rows: Tensor, expected: Tensor) -> float:
-    """|quantised product - expected| / |expected|, biases left out."""
-    product = Int8Linear(replace(layer.linears[name], bias=None))(rows)
-    return float((product - expected).norm() / expected.norm().clamp_min(1e-30))
+def folder_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """config.json of the quantised folder.
+
+    Only fields that every release of compressed-tensors accepts: its classes forbid unknown ones.
+    """
+    config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
+    # GGUF does not name the class; transformers calls it so for every family supported here.
+    config.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])
+    symmetric = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**symmetric, "strategy": "channel", "dynamic": False},
+        "input_activations": {**symmetric, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return config | {
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group},
+        },
+    }

@@ -5,84 +5,82 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quasar import __version__
+from quasar.quantization.calibrate import CalibrationText
 from quasar.quantization.simulation import Fidelity
+from quasar.quantization.trial import TrialResult
 
 REPORT_FILE = "quantization_report.json"
 
 
 @dataclass(frozen=True, slots=True)
-class LinearReport:
-    """One linear; errors are relative: |quantised output - output| / |output| over sampled rows."""
-
-    name: str
-    scheme: str
-    smoothing: str
-    relative_error: float
-    relative_error_rtn: float
-    """Before smoothing: round-to-nearest."""
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
-    """Everything measured by one run of the quantiser."""
+    """Everything that one run of the quantiser did and measured."""
 
     scheme: str
     smooth: str
     """What the folder holds."""
-    smooth_requested: str
-    """What was asked for; round-to-nearest is kept where it turns out better."""
-    group_size: int | None
-    bf16: Fidelity
-    recipe: Fidelity
-    """The requested recipe, also where it was not kept."""
-    rtn: Fidelity
-    seconds: float
-    peak_rss_bytes: int
+    requested: str
+    """What was asked for; where it turns out worse, round-to-nearest is kept."""
     source: str
     source_sha256: str
-    calibration: str
-    calibration_tokens: int
-    held_out_tokens: int
-    linears: Sequence[LinearReport]
+    text: CalibrationText
+    result: TrialResult
+    seconds: float
+    peak_rss_bytes: int
 
     @property
     def kept(self) -> Fidelity:
-        return self.recipe if self.smooth == self.smooth_requested else self.rtn
+        return self.result.recipe if self.smooth == self.requested else self.result.rtn
 
     def summary(self) -> dict[str, Any]:
+        """`_rtn`: round-to-nearest without smoothing; KL in nats against BF16."""
+        kept, rtn = self.kept, self.result.rtn
         return {
             "scheme": self.scheme,
             "smooth": self.smooth,
-            "group_size": self.group_size,
-            "kl": self.kept.kl,
-            "kl_rtn": self.rtn.kl,
-            "top1": self.kept.top1,
-            "top1_rtn": self.rtn.top1,
-            "perplexity": self.kept.perplexity,
-            "perplexity_rtn": self.rtn.perplexity,
-            "perplexity_bf16": self.bf16.perplexity,
+            "group_size": None,
+            "kl": kept.kl,
+            "kl_rtn": rtn.kl,
+            "top1": kept.top1,
+            "top1_rtn": rtn.top1,
+            "perplexity": kept.perplexity,
+            "perplexity_rtn": rtn.perplexity,
+            "perplexity_bf16": self.result.bf16.perplexity,
             "seconds": round(self.seconds, 3),
             "peak_rss_bytes": self.peak_rss_bytes,
         }
+
+    def linears(self) -> list[dict[str, Any]]:
+        """One entry a linear: its relative error as stored, and by plain round-to-nearest."""
+        kept = self.smooth == self.requested
+        return [
+            {
+                "name": error.name,
+                "scheme": self.scheme,
+                "smoothing": self.smooth if error.smoothed and kept else "none",
+                "relative_error": error.recipe if kept else error.rtn,
+                "relative_error_rtn": error.rtn,
+            }
+            for error in self.result.errors
+        ]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "quasar_version": __version__,
             "summary": self.summary(),
+            "requested": {"smooth": self.requested, **asdict(self.result.recipe)},
             "source": {"name": self.source, "sha256": self.source_sha256},
-            "requested": {"smooth": self.smooth_requested, "kl": self.recipe.kl},
             "text": {
-                "name": self.calibration,
-                "calibration_tokens": self.calibration_tokens,
-                "held_out_tokens": self.held_out_tokens,
+                "name": self.text.name,
+                "calibration_tokens": sum(len(ids) for ids in self.text.calibration),
+                "held_out_tokens": sum(len(ids) for ids in self.text.held_out),
             },
-            "linears": [asdict(linear) for linear in self.linears],
+            "linears": self.linears(),
         }
 
 

@@ -80,9 +80,7 @@ class _Scores:
         kl = self.excess - reference.logsumexp + self.logsumexp
         agree = self.argmax == reference.argmax
         nll = (self.logsumexp - self.target_logit).double().mean()
-        return Fidelity(
-            float(kl.double().mean()), float(agree.double().mean()), float(nll.exp())
-        )
+        return Fidelity(float(kl.double().mean()), float(agree.double().mean()), float(nll.exp()))
 
 
 def compare(

@@ -1,17 +1,17 @@
 """SmoothQuant (arXiv 2211.10438): move the size of outlier channels from activations to weights.
 
-For a linear y = x W^T and one factor s_j > 0 an input channel, (x / s) (W s)^T is the same function.
-With a_j = max |x_j| and w_j = max_i |W_ij|, s_j = a_j^alpha / w_j^(1 - alpha) shares the burden of
-rounding between the two. Nothing remains at run time: 1 / s goes into what makes x, s into W.
+For a linear y = x W^T and one factor s_j > 0 an input channel, (x / s) (W s)^T is the same
+function. With a_j = max |x_j| and w_j = max_i |W_ij|, s_j = a_j^alpha / w_j^(1 - alpha) shares the
+burden of rounding between the two. Nothing remains at run time: 1 / s goes into what makes x.
 
-    group    x is made by                              folded as
-    qkv      input norm                                norm / s in BF16; the realised quotient into W
-    o        v (one s a channel of a kv head)          rows and bias of v / s, columns of o * s
-    gate_up  post-attention norm                       as qkv
-    down     silu(gate) * up                           rows of up / s, columns of down * s
+    group    x is made by                         folded as
+    qkv      input norm                           norm / s in BF16, the realised quotient into W
+    o        v (one s a channel of a kv head)     rows and bias of v / s, columns of o * s
+    gate_up  post-attention norm                  as qkv
+    down     silu(gate) * up                      rows of up / s, columns of down * s
 
-Dividing a row of v or up costs those nothing: the row's own scale takes it up. For `o`, s is a power
-of two: then v / s is exact in BF16 as well, and K and V mean the same in every precision of a model.
+Dividing a row of v or up costs those nothing: the row's own scale takes it up. For `o`, s is a
+power of two: then v / s is exact in BF16 too, and K and V mean the same in every precision.
 """
 
 from __future__ import annotations
@@ -89,14 +89,7 @@ def to_query_heads(x: Tensor, config: ModelConfig) -> Tensor:
     return grouped.expand(-1, config.heads // config.kv_heads, -1).flatten()
 
 
-def of_kv_heads(x: Tensor, config: ModelConfig) -> Tensor:
-    """The inverse of `to_query_heads`."""
-    return x.view(config.kv_heads, -1, config.head_dim)[:, 0].flatten()
-
-
-def fold(
-    tensors: LayerTensors, scales: Scales, config: ModelConfig
-) -> tuple[LayerTensors, Scales]:
+def fold(tensors: LayerTensors, scales: Scales, config: ModelConfig) -> tuple[LayerTensors, Scales]:
     """The same layer with its scales folded in, and the scales as they came out.
 
     Norm weights of the result are exact in BF16, hence their realised scale differs a little.
@@ -105,14 +98,24 @@ def fold(
     for group, norm in (("qkv", INPUT_NORM), ("gate_up", POST_NORM)):
         if group in scales:
             folded[norm], realised[group] = divide_norm(tensors[norm], scales[group])
-    if "o" in scales:
-        _divide_rows(folded, "self_attn.v_proj", of_kv_heads(scales["o"], config))
-    if "down" in scales:
-        _divide_rows(folded, "mlp.up_proj", scales["down"])
+    for linear, scale in output_scales(scales, config).items():
+        _divide_rows(folded, linear, scale)
     for group, scale in realised.items():
         for linear in GROUPS[group]:
             folded[f"{linear}.weight"] = folded[f"{linear}.weight"] * scale
     return folded, realised
+
+
+def output_scales(scales: Scales, config: ModelConfig) -> dict[str, Tensor]:
+    """By linear: what its outputs [out] are divided by, to smooth the input of the next one."""
+    found = {}
+    if "o" in scales:
+        # Every query head of a group repeats the scales of its kv head: take the first.
+        heads = scales["o"].view(config.kv_heads, -1, config.head_dim)
+        found["self_attn.v_proj"] = heads[:, 0].flatten()
+    if "down" in scales:
+        found["mlp.up_proj"] = scales["down"]
+    return found
 
 
 def divide_norm(norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
