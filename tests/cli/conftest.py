@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 from byte_tokenizer import VOCABULARY, write_tokenizer
 
+import tiny
 from quasar.cli.main import main
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama in BF16."""
-    folder = tiny.write_folder(tmp_path_factory.mktemp("m") / "model", "llama", vocab_size=VOCABULARY)
+    folder = tiny.write_folder(
+        tmp_path_factory.mktemp("m") / "model", "llama", vocab_size=VOCABULARY
+    )
     write_tokenizer(folder)
     return folder
 
@@ -34,7 +37,9 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untemplated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The BF16 llama without a chat template."""
-    folder = tiny.write_folder(tmp_path_factory.mktemp("m") / "plain", "llama", vocab_size=VOCABULARY)
+    folder = tiny.write_folder(
+        tmp_path_factory.mktemp("m") / "plain", "llama", vocab_size=VOCABULARY
+    )
     write_tokenizer(folder, template=None)
     return folder
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 from byte_tokenizer import write_tokenizer
+
+import tiny
 
 FIELDS = {
     "name",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny
 
+import tiny
 from quasar.bench import machine, passes
 
 
@@ -15,7 +15,7 @@ def test_info_of_a_model(quasar, model):
     tensors = tiny.random_tensors(tiny.LLAMA | {"vocab_size": 258})
     assert content["family"] == "llama" and content["context"] == 512
     assert content["parameters"] == sum(tensor.numel() for tensor in tensors.values())
-    assert content["quantization"] == {"scheme": "none", "tensors": {"bf16": len(tensors)}}
+    assert content["quantization"] == {"scheme": None}
     assert content["files"]["model.safetensors"] == (model / "model.safetensors").stat().st_size
     assert content["tokenizer"] == {"tokens": 258, "end_ids": [257], "chat_template": True}
     assert set(content["verifiers"]) == {"bf16", "w8a8"}
@@ -37,7 +37,8 @@ def test_info_estimates_what_loading_takes(quasar, model, quantized):
 def test_info_of_a_quantized_folder(quasar, quantized):
     content = quasar("info", quantized, "--json").json
     assert content["quantization"]["scheme"] == "w8a8"
-    assert content["quantization"]["tensors"]["int8 weights"] == 14
+    assert content["quantization"]["kept_in_bf16"] == ["embedding", "norms", "lm_head"]
+    assert content["quantization"]["source"] is None
     assert list(content["verifiers"]) == ["w8a8"]
 
 
@@ -47,7 +48,7 @@ def test_info_reads_no_weights(quasar, model, monkeypatch):
     def refuse(self, name):
         raise AssertionError(f"{name} was read")
 
-    monkeypatch.setattr(hf.FolderCheckpoint, "tensor", refuse)
+    monkeypatch.setattr(hf.SafetensorsCheckpoint, "tensor", refuse)
     result = quasar("info", model)
     assert result.code == 0 and "llama" in result.out and "memory, w8a8" in result.out
 

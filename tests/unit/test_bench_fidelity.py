@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from quasar.bench import fidelity
 from quasar.bench.fidelity import Fidelity, Passage, compare, windows
 from quasar.checkpoints import open_checkpoint
@@ -15,6 +15,12 @@ from quasar.errors import QuasarError
 from quasar.kernels.base import RaggedBatch
 from quasar.kernels.reference import ReferenceBackend
 from quasar.verification.verifier import load_verifier
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Rows this small are slower with more."""
+    torch.set_num_threads(1)
 
 
 def test_figures_of_known_laws():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from quasar.bench import passes
 from quasar.bench.passes import best_peaks, fill, fitting, measure, pass_work
 from quasar.checkpoints import open_checkpoint
@@ -15,6 +15,12 @@ from quasar.kernels.reference import ReferenceBackend
 from quasar.verification.verifier import load_verifier
 
 PEAKS = Peaks(read_bandwidth_gbps=40.0, int8_gmacs=600.0, bf16_gmacs=300.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Rows this small are slower with more."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -161,11 +161,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_unwritable_outputs_are_refused(tmp_path):
-    check_writable(tmp_path / "new.json")
-    with pytest.raises(UsageError, match="folder"):
-        check_writable(tmp_path)
+    check_writable("--json", tmp_path / "new.json")
+    with pytest.raises(UsageError, match=r"--json .* is a folder"):
+        check_writable("--json", tmp_path)
     with pytest.raises(UsageError, match="no folder"):
-        check_writable(tmp_path / "absent" / "x.json")
+        check_writable("--json", tmp_path / "absent" / "x.json")
 
 
 def test_configurations_are_parsed():
