@@ -98,8 +98,8 @@ static void encode_row(const Input& input, const Rows& rows, int64_t m, int64_t 
   __atomic_fetch_add(rows.start + m, start, __ATOMIC_RELAXED);
 }
 
-// Every thread of the team calls this. The rows of a tile share cache lines, so each thread
-// measures some rows, then encodes some inputs of all rows.
+// The rows of a tile share cache lines, so a thread first
+// measures whole rows, then encodes some inputs of all rows.
 template <class P>
 static void prepare_together(const Input& input, const Rows& rows, int threads) {
   constexpr int64_t kColumns = 256;
