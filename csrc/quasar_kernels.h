@@ -55,6 +55,7 @@ struct quasar_tier {
 
   // attention
   size_t (*cache_block_bytes)(const quasar_attention*);  // K and V of one block, one layer
+  // `context`: slots filled after the pass in the longest sequence.
   size_t (*attention_scratch_bytes)(const quasar_attention*, int64_t rows, int64_t context,
                                     int32_t threads);
   void (*attend)(const quasar_attention*, const quasar_batch*, const float* qkv, uint16_t* cache,
@@ -65,7 +66,9 @@ struct quasar_tier {
   // logits
   void (*argmax)(const float* logits, int64_t rows, int64_t columns, int64_t* out,
                  int32_t threads);
-  void (*top_k)(const float* logits, int64_t columns, int64_t k, float* values, int64_t* ids);
+  size_t (*top_k_scratch_bytes)(int64_t columns, int64_t k);
+  void (*top_k)(const float* logits, int64_t columns, int64_t k, void* scratch, float* values,
+                int64_t* ids);
   int64_t (*gumbel_argmax)(const float* logits, int64_t columns, float inverse_temperature,
                            float threshold, uint64_t seed, uint32_t sample, uint32_t position,
                            int32_t threads);

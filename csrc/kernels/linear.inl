@@ -106,24 +106,30 @@ static void prepare_rows(const Input& input, const Rows& rows, int64_t begin, in
   }
 }
 
-// Every thread of the team calls this. The rows of a tile share cache lines: with many tiles each
-// thread prepares its own, with few it measures some rows, then encodes some inputs of all rows.
+// The rows of a tile share cache lines: with many tiles a thread prepares whole ones, with few it
+// measures some rows, then encodes some inputs of all rows.
 template <class P>
-static void prepare_together(const Input& input, const Rows& rows, int32_t thread, int32_t team) {
-  if (rows.tiles >= 4 * team) {
-    const Part tiles = part_of(rows.tiles, thread, team);
-    prepare_rows<P>(input, rows, rows.first(tiles.begin), rows.first(tiles.end));
-    barrier(team);
+static void prepare_together(const Input& input, const Rows& rows, int threads) {
+  constexpr int64_t kColumns = 256;
+  Queue tiles, measured, encoded;
+  if (rows.tiles >= 4 * threads) {
+    parallel(threads, [&](int32_t) {
+      tiles.each(rows.tiles, [&](int64_t tile) {
+        prepare_rows<P>(input, rows, rows.first(tile), rows.first(tile + 1));
+      });
+    });
     return;
   }
-  const Part own = part_of(rows.rows, thread, team);
-  for (int64_t m = own.begin; m < own.end; ++m) measure_row<P>(input, rows, m);
-  barrier(team);
-  const Part groups = part_of((input.count + 15) / 16, thread, team);
-  const int64_t end = groups.end * 16 < input.count ? groups.end * 16 : input.count;
-  if (groups.begin < groups.end)
-    for (int64_t m = 0; m < rows.rows; ++m) encode_row<P>(input, rows, m, groups.begin * 16, end);
-  barrier(team);
+  parallel(threads, [&](int32_t) {
+    measured.each(rows.rows, [&](int64_t m) { measure_row<P>(input, rows, m); });
+  });
+  parallel(threads, [&](int32_t) {
+    encoded.each((input.count + kColumns - 1) / kColumns, [&](int64_t part) {
+      const int64_t begin = part * kColumns;
+      const int64_t end = begin + kColumns < input.count ? begin + kColumns : input.count;
+      for (int64_t m = 0; m < rows.rows; ++m) encode_row<P>(input, rows, m, begin, end);
+    });
+  });
 }
 
 // ---- The tile -------------------------------------------------------------------------------
@@ -358,14 +364,12 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   const Rows common(scratch, input.rows, steps);
   const int64_t group = group_tiles(common), groups = (common.tiles + group - 1) / group;
   Lanes lanes(blocks * groups, threads);
-  parallel(threads, [&](int32_t thread, int32_t team) {
+  if (shared) prepare_together<P>(input, common, threads);
+  parallel(threads, [&](int32_t thread) {
     alignas(64) char memory[kPrivateBytes];
     const Rows rows = shared ? common : Rows(memory, input.rows, steps);
     fetch_start(weight_of(layer, rows, lanes.first(thread) % blocks));
-    if (shared)
-      prepare_together<P>(input, rows, thread, team);
-    else
-      prepare_rows<P>(input, rows, 0, rows.rows);
+    if (!shared) prepare_rows<P>(input, rows, 0, rows.rows);
     lanes.run(thread, [&](int64_t unit) {
       const int64_t first = unit / blocks * group;
       const int64_t last = first + group < rows.tiles ? first + group : rows.tiles;
@@ -409,7 +413,7 @@ static void pack_as(const void* weight, int64_t out_features, int64_t in_feature
   const int64_t words = steps_of<P>(in_features) * kBlock;
   const auto* source = (const typename P::Element*)weight;
   Lanes lanes((out_features + kBlock - 1) / kBlock, threads);
-  parallel(threads, [&](int32_t thread, int32_t) {
+  parallel(threads, [&](int32_t thread) {
     lanes.run(thread, [&](int64_t block) {
       const int64_t n = block * kBlock;
       pack_block<P>(source + n * in_features, out_features - n, in_features,

@@ -31,7 +31,7 @@ static double read_bandwidth(const void* data, size_t bytes, double seconds, int
     const char* part = (const char*)data + s * slice;
     Lanes lanes((int64_t)((slice + kChunk - 1) / kChunk), threads);
     const double begin = seconds_now();
-    parallel(threads, [&](int32_t thread, int32_t) {
+    parallel(threads, [&](int32_t thread) {
       lanes.run(thread, [&](int64_t chunk) {
         const size_t from = (size_t)chunk * kChunk;
         const __m512i seen = read_bytes(part + from, from + kChunk < slice ? kChunk : slice - from);
@@ -61,13 +61,17 @@ static void multiply_registers(int64_t rounds) {
 
 template <class P>
 static double multiply_rate_of(double seconds, int32_t threads) {
-  constexpr int64_t kRounds = 1 << 17;  // about a millisecond
-  const double multiplies = (double)kRounds * 24 * 16 * P::kStepValues * threads;
+  constexpr int64_t kRounds = 1 << 13;  // a unit of work: some 50 us
+  const int64_t units = 24 * threads;
+  const double multiplies = (double)kRounds * units * 24 * 16 * P::kStepValues;
   const double end = seconds_now() + seconds;
   double best = 0;
   while (best == 0 || seconds_now() < end) {
     const double begin = seconds_now();
-    parallel(threads, [&](int32_t, int32_t) { multiply_registers<P>(kRounds); });
+    Queue queue;
+    parallel(threads, [&](int32_t) {
+      queue.each(units, [](int64_t) { multiply_registers<P>(kRounds); });
+    });
     const double rate = 1e-9 * multiplies / (seconds_now() - begin);
     best = rate > best ? rate : best;
   }

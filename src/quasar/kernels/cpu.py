@@ -1,0 +1,267 @@
+"""The native backend: C++ kernels called with plain addresses.
+
+A pass makes five calls a layer, so an operation here only passes on what was checked and looked up
+when weights were packed, the cache was made and the batch was bound.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quasar.kernels.arena import Arena, huge_bytes
+from quasar.kernels.base import (
+    AttentionSpec,
+    Buffer,
+    DenseWeight,
+    LinearWeight,
+    NoiseKey,
+    PackedLinear,
+    Peaks,
+    RaggedBatch,
+)
+
+_native: Any
+try:
+    _native = importlib.import_module("quasar._native")
+except ImportError as error:
+    _native, _absence = None, f"the native module is not built ({error})"
+
+LANES = 16
+"""Gate and up rows alternate in runs of this many; layouts are padded to twice as many rows."""
+
+PEAK_BYTES = 512 << 20
+
+
+@dataclass(slots=True)
+class CpuLinear:
+    """A packed linear. `tensors` own the memory whose addresses `handle` holds."""
+
+    precision: str
+    out_features: int
+    in_features: int
+    nbytes: int
+    handle: Any
+    tensors: tuple[Tensor, ...]
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
+        found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        raise ValueError(f"{name} must be {dtype} {shape} on the CPU, not {found}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous")
+
+
+def _rows_of(weight: LinearWeight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
+    """Precision, rows [out, in], scale and bias [out] fp32 or None, all of them checked."""
+    if isinstance(weight, DenseWeight):
+        precision, rows, scale, dtype = _native.BF16, weight.weight, None, torch.bfloat16
+    else:
+        precision, rows, scale, dtype = _native.W8A8, weight.codes, weight.scale, torch.int8
+    shape = tuple(rows.shape)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"a linear's weight must be a matrix, not {shape}")
+    _check("a linear's weight", rows, dtype, shape)
+    for name, vector in (("scale", scale), ("bias", weight.bias)):
+        if vector is not None:
+            _check(f"a linear's {name}", vector, torch.float32, shape[:1])
+    return precision, rows, scale, weight.bias
+
+
+def _interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows 0..15 of gate, 0..15 of up, 16..31 of gate ...; missing rows of the last run are 0."""
+    rows = -(-gate.shape[0] // LANES) * LANES
+    both = gate.new_zeros(2, rows, *gate.shape[1:])
+    both[0, : gate.shape[0]], both[1, : gate.shape[0]] = gate, up
+    runs = both.view(2, rows // LANES, LANES, *gate.shape[1:])
+    return runs.transpose(0, 1).reshape(2 * rows, *gate.shape[1:])
+
+
+def _pad(vector: Tensor) -> Tensor:
+    """[n] -> [n rounded up to 32], zeros behind."""
+    padded = vector.new_zeros(-(-vector.shape[0] // (2 * LANES)) * 2 * LANES)
+    padded[: vector.shape[0]] = vector
+    return padded
+
+
+def _pair(gate: Tensor | None, up: Tensor | None, size: int) -> Tensor | None:
+    """Interleaved biases of gate and up; a missing one counts as zero."""
+    if gate is None and up is None:
+        return None
+    zeros = torch.zeros(size)
+    return _interleave(zeros if gate is None else gate, zeros if up is None else up)
+
+
+class CpuBackend:
+    """One instruction-set tier with `threads` threads. Calls from several threads take turns."""
+
+    name = "cpu"
+    block_size = 32
+
+    def __init__(self, cap: str, threads: int) -> None:
+        """Raises RuntimeError with the reason where no native tier runs."""
+        self._kernels = _native.Kernels(cap, threads)
+        self.isa: str = self._kernels.isa
+        self.threads = threads
+        self._arena = Arena()
+        self._attention: dict[int, tuple[Any, AttentionSpec]] = {}
+        self._norm_linear = self._kernels.norm_linear
+        self._norm_gated = self._kernels.norm_gated
+        self._linear_add = self._kernels.linear_add
+        self._attend = self._kernels.attend
+
+    def pack(self, weight: LinearWeight) -> PackedLinear:
+        precision, rows, scale, bias = _rows_of(weight)
+        return self._packed(precision, rows, scale, bias, rows.shape[0], gated=False)
+
+    def pack_gated(self, gate: LinearWeight, up: LinearWeight) -> PackedLinear:
+        precision, gate_rows, gate_scale, gate_bias = _rows_of(gate)
+        other, up_rows, up_scale, up_bias = _rows_of(up)
+        if other != precision or up_rows.shape != gate_rows.shape:
+            raise ValueError("gate and up must share precision and shape")
+        size = gate_rows.shape[0]
+        rows = _interleave(gate_rows, up_rows)
+        scale, bias = _pair(gate_scale, up_scale, size), _pair(gate_bias, up_bias, size)
+        return self._packed(precision, rows, scale, bias, 2 * size, gated=True)
+
+    def _packed(
+        self,
+        precision: int,
+        rows: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        out_features: int,
+        gated: bool,
+    ) -> CpuLinear:
+        """`out_features` may be less than the number of (padded, interleaved) rows."""
+        out, columns = rows.shape
+        packed = self._arena.empty(self._kernels.packed_bytes(precision, out, columns))
+        self._kernels.pack(precision, rows.data_ptr(), out, columns, packed.data_ptr())
+        padded = [None if vector is None else _pad(vector) for vector in (scale, bias)]
+        scale_at, bias_at = (0 if vector is None else vector.data_ptr() for vector in padded)
+        handle = _native.Linear(
+            packed.data_ptr(), scale_at, bias_at, out_features, columns, precision, gated
+        )
+        name = "bf16" if precision == _native.BF16 else "w8a8"
+        tensors = (packed, *(vector for vector in padded if vector is not None))
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        return CpuLinear(name, out_features, columns, nbytes, handle, tensors)
+
+    def norm_linear(
+        self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
+    ) -> None:
+        assert isinstance(linear, CpuLinear)
+        self._norm_linear(linear.handle, rows, x.pointer, norm.pointer, eps, out.pointer)
+
+    def norm_gated(
+        self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
+    ) -> None:
+        assert isinstance(linear, CpuLinear)
+        self._norm_gated(linear.handle, rows, x.pointer, norm.pointer, eps, out.pointer)
+
+    def linear_add(self, rows: int, a: Buffer, linear: PackedLinear, x: Buffer) -> None:
+        assert isinstance(linear, CpuLinear)
+        self._linear_add(linear.handle, rows, a.pointer, x.pointer)
+
+    def _attention_of(self, spec: AttentionSpec) -> Any:
+        """The native handle of a spec, made once; the spec is kept so that its id stays its own."""
+        known = self._attention.get(id(spec))
+        if known is not None:
+            return known[0]
+        if spec.head_dim % 2 or not 2 <= spec.head_dim <= 1024 or spec.heads % spec.kv_heads:
+            shape = f"{spec.heads} / {spec.kv_heads} heads of {spec.head_dim}"
+            raise ValueError(f"attention of {shape} cannot be grouped or rotated")
+        table = (spec.cos.shape[0], spec.head_dim // 2)
+        _check("cos", spec.cos, torch.float32, table)
+        _check("sin", spec.sin, torch.float32, table)
+        sizes = (spec.heads, spec.kv_heads, spec.head_dim, self.block_size)
+        tables = (spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[0])
+        handle = _native.Attention(*sizes, spec.scale, *tables)
+        self._attention[id(spec)] = (handle, spec)
+        return handle
+
+    def new_cache(self, spec: AttentionSpec, blocks: int) -> Buffer:
+        nbytes = self._kernels.cache_block_bytes(self._attention_of(spec))
+        storage = huge_bytes(max(1, blocks) * nbytes).view(torch.bfloat16)
+        return Buffer.of(storage.view(max(1, blocks), nbytes // 2)[:blocks])
+
+    def bind(self, batch: RaggedBatch) -> object:
+        """Checks the batch and looks its addresses up: once a pass."""
+        rows, sequences = batch.rows, batch.sequences
+        stride = batch.block_tables.shape[1]
+        fields = (
+            ("positions", batch.positions, torch.int32, (rows,)),
+            ("row_offsets", batch.row_offsets, torch.int32, (sequences + 1,)),
+            ("context_lengths", batch.context_lengths, torch.int32, (sequences,)),
+            ("block_tables", batch.block_tables, torch.int32, (sequences, stride)),
+            ("ancestors", batch.ancestors, torch.int64, (rows,)),
+            ("is_tree", batch.is_tree, torch.uint8, (sequences,)),
+        )
+        for name, tensor, dtype, shape in fields:
+            _check(name, tensor, dtype, shape)
+        addresses = (tensor.data_ptr() for _, tensor, _, _ in fields)
+        return _native.Batch(batch, sequences, rows, stride, *addresses)
+
+    def attend(
+        self, bound: object, qkv: Buffer, spec: AttentionSpec, cache: Buffer, out: Buffer
+    ) -> None:
+        handle = self._attention[id(spec)][0]
+        self._attend(handle, bound, qkv.pointer, cache.pointer, out.pointer)
+
+    def move(
+        self, spec: AttentionSpec, cache: Buffer, table: Tensor, source: Tensor, target: Tensor
+    ) -> None:
+        count = source.shape[0]
+        _check("table", table, torch.int32, (table.numel(),))
+        _check("source", source, torch.int32, (count,))
+        _check("target", target, torch.int32, (count,))
+        addresses = (tensor.data_ptr() for tensor in (table, source, target))
+        self._kernels.move_slots(self._attention_of(spec), cache.pointer, *addresses, count)
+
+    def argmax(self, rows: int, logits: Buffer) -> list[int]:
+        ids: list[int] = self._kernels.argmax(logits.pointer, rows, logits.tensor.shape[1])
+        return ids
+
+    def top_k(self, logits: Buffer, row: int, k: int) -> tuple[Tensor, Tensor]:
+        columns = logits.tensor.shape[1]
+        k = min(k, columns)
+        values, ids = torch.empty(k), torch.empty(k, dtype=torch.int64)
+        at = logits.pointer + 4 * row * columns
+        self._kernels.top_k(at, columns, k, values.data_ptr(), ids.data_ptr())
+        return values, ids
+
+    def gumbel_argmax(
+        self, logits: Buffer, row: int, temperature: float, threshold: float, noise: NoiseKey
+    ) -> int:
+        columns = logits.tensor.shape[1]
+        at = logits.pointer + 4 * row * columns
+        key = (noise.seed, noise.sample, noise.position)
+        if math.isnan(threshold):
+            raise ValueError("threshold is not a number")
+        token: int = self._kernels.gumbel_argmax(at, columns, 1.0 / temperature, threshold, *key)
+        return token
+
+    def measure_peaks(self, seconds: float) -> Peaks:
+        """Memory is read from 512 MiB of huge pages, more than the caches hold."""
+        stream = huge_bytes(PEAK_BYTES).fill_(1)
+        return Peaks(
+            self._kernels.read_bandwidth(stream.data_ptr(), stream.nbytes, seconds),
+            self._kernels.multiply_rate(_native.W8A8, seconds),
+            self._kernels.multiply_rate(_native.BF16, seconds),
+        )
+
+
+def probe(cap: str, threads: int) -> CpuBackend | str:
+    """The native backend at or below the tier `cap`, or the reason why it does not run here."""
+    if _native is None:
+        return _absence
+    try:
+        return CpuBackend(cap, threads)
+    except RuntimeError as error:
+        return f"{error} (QUASAR_ISA={cap})"
