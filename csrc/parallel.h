@@ -1,45 +1,41 @@
-// Threads for the kernels: OpenMP teams (torch's own libgomp at run time, so both use one pool).
-// Everything here has internal linkage, because tier files are compiled with different instructions.
+// Threads for the kernels: one pool, work handed out dynamically, nobody waited for who has not begun.
+// Everything inline here has internal linkage, because tier files are compiled with different
+// instructions.
 #pragma once
-#include <omp.h>
-
 #include <cstdint>
+
+extern "C" {
+typedef void (*quasar_body)(void* context, int32_t thread);
+
+// body(context, thread) on the caller (thread 0) and on as many of threads - 1 workers as come in
+// time: bodies take their work from a shared queue and must not wait for each other.
+void quasar_parallel(int32_t threads, quasar_body body, void* context);
+}
 
 namespace {
 
-// body(thread, threads) on a team. `threads` in the body is the team's true size.
+// body(thread) on up to `threads` threads; returns when all that began have ended.
 template <class Body>
 inline void parallel(int32_t threads, const Body& body) {
-  if (threads <= 1) {
-    body(0, 1);
-    return;
-  }
-#pragma omp parallel num_threads(threads)
-  body(omp_get_thread_num(), omp_get_num_threads());
+  quasar_parallel(
+      threads,
+      [](void* context, int32_t thread) { (*static_cast<const Body*>(context))(thread); },
+      const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// All threads of the team wait for each other; inside `parallel` only.
-inline void barrier(int32_t threads) {
-  if (threads > 1) {
-#pragma omp barrier
-  }
-}
-
-// A counter that hands out 0, 1, 2 ... to the threads of a team as they become free.
+// Hands out 0, 1, 2 ... to threads as they become free.
 class Queue {
  public:
   int64_t next() { return __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED); }
 
+  // work(i) for what this thread gets of 0..count-1, ascending.
+  template <class Work>
+  void each(int64_t count, const Work& work) {
+    for (int64_t i = next(); i < count; i = next()) work(i);
+  }
+
  private:
   alignas(64) int64_t next_ = 0;
 };
-
-// The part of 0..count-1 that thread `thread` of `threads` works on: begin and end.
-struct Part {
-  int64_t begin, end;
-};
-inline Part part_of(int64_t count, int32_t thread, int32_t threads) {
-  return {count * thread / threads, count * (thread + 1) / threads};
-}
 
 }  // namespace

@@ -10,17 +10,18 @@
 // other rows or of blocks, so chain, tree, chunked prefill and plain decoding give equal bits.
 //
 // Cache: a block holds for each kv head K, then V.
-//   K: block_size / 16 tiles [head_dim / 2][16 positions][2]: one dpbf16 with a broadcast query pair
-//      adds two dimensions to 16 positions' scores, and no sum over lanes is ever needed.
+//   K: [head_dim / 2][block_size][2]: one dpbf16 with a broadcast query pair adds two dimensions to
+//      16 positions' scores, and no sum over lanes is ever needed.
 //   V: [block_size][head_dim]. 32 values are one register of 16 pairs; the low halves (shifted) are
 //      the even dimensions, the high halves (masked) the odd ones: two operations widen 32 values.
 // Queries: all heads of a group and all rows of a sequence share K and V, so they are one list of
-// query vectors [row][head of the group]. Blocks of up to 6 of them are held in registers.
+// query vectors [row][head of the group]. Blocks of up to 6 of them are held in registers, against
+// a run of 4 x 16 positions of K (24 sums) or 4 x 16 dimensions of V (24 sums).
 
-constexpr int64_t query_block = 6;  // x 4 key tiles, or x 4 registers of 16 dimensions
-constexpr int64_t tile_block = 4;
-constexpr int64_t query_tile = 24;  // query vectors that pass over the cache together
 constexpr int64_t lanes = 16;
+constexpr int64_t query_block = 6;
+constexpr int64_t key_run = 4 * lanes;
+constexpr int64_t query_tile = 24;  // query vectors that pass over the cache together
 
 template <int N>
 struct Constant {
@@ -48,10 +49,12 @@ struct HeadCache {
         block_size(a.block_size),
         head_dim(a.head_dim) {}
 
-  uint16_t* key_tile(int64_t slot) const {
-    const int64_t block = slot / block_size, tile = slot % block_size / lanes;
-    return base + table[block] * block_elements + tile * lanes * head_dim;
+  // First pair of the key of a slot; the next pair lies one row further.
+  uint16_t* key(int64_t slot) const {
+    const int64_t block = slot / block_size;
+    return base + table[block] * block_elements + slot % block_size * 2;
   }
+  int64_t key_row() const { return block_size * 2; }
   uint16_t* value(int64_t slot) const {
     const int64_t block = slot / block_size, row = slot % block_size;
     return base + table[block] * block_elements + (block_size + row) * head_dim;
@@ -82,11 +85,11 @@ inline void round_values(const float* x, int64_t count, uint16_t* out) {
   }
 }
 
-// Rotated key [head_dim] -> column `slot` of its tile.
+// Rotated key [head_dim] -> the cache.
 inline void append_key(const HeadCache& head, int64_t slot, const uint16_t* key) {
-  uint16_t* column = head.key_tile(slot) + slot % lanes * 2;
-  for (int64_t i = 0; i < head.head_dim / 2; ++i)
-    __builtin_memcpy(column + i * lanes * 2, key + 2 * i, 4);
+  uint16_t* pair = head.key(slot);
+  for (int64_t i = 0; i < head.head_dim; i += 2, pair += head.key_row())
+    __builtin_memcpy(pair, key + i, 4);
 }
 
 // What one call works on, and where things lie in its scratch.
@@ -97,9 +100,9 @@ struct Attend {
   uint16_t* cache;
   float* out;
   uint16_t* queries;  // [kv_heads][rows][group][head_dim] BF16
-  float* scores;      // whole: a thread has [query_tile][stride]; split: every query has [stride]
+  float* scores;      // whole: a thread has [tile][stride]; split: every query has [stride]
   float* totals;      // split: [kv_heads][rows][group]
-  int64_t stride;
+  int64_t tile, stride;
 
   int64_t group() const { return a.heads / a.kv_heads; }
   int64_t rows_of(int64_t sequence) const {
@@ -139,22 +142,29 @@ inline void append_row(const Attend& t, int64_t sequence, int64_t row) {
   }
 }
 
-// Scores of Q queries against T tiles of 16 positions, while the tiles after them are fetched.
+// Some keys of a block, and keys to fetch meanwhile.
+struct KeyRun {
+  const uint16_t* keys;
+  const uint16_t* after;
+  int64_t row;  // elements from a pair of dimensions to the next
+};
+
+// Scores of Q queries against a run of T x 16 positions.
 template <int Q, int T>
-inline void score_block(const uint16_t* queries, int64_t head_dim, const uint16_t* const* tiles,
-                        const uint16_t* const* after, float scale, float* scores,
-                        int64_t stride) {
+inline void score_block(const uint16_t* queries, int64_t head_dim, const KeyRun& run, float scale,
+                        float* scores, int64_t stride) {
   __m512 sum[Q][T];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) sum[q][t] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < head_dim; i += 2) {
+  const uint16_t *keys = run.keys, *after = run.after;
+  for (int64_t i = 0; i < head_dim; i += 2, keys += run.row, after += run.row) {
     __m512bh key[T];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      key[t] = (__m512bh)_mm512_loadu_si512(tiles[t] + i * lanes);
-      _mm_prefetch(after[t] + i * lanes, _MM_HINT_T1);
+      key[t] = (__m512bh)_mm512_loadu_si512(keys + t * 2 * lanes);
+      _mm_prefetch(after + t * 2 * lanes, _MM_HINT_T1);
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
@@ -171,35 +181,6 @@ inline void score_block(const uint16_t* queries, int64_t head_dim, const uint16_
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t)
       _mm512_storeu_ps(scores + q * stride + t * lanes, _mm512_mul_ps(sum[q][t], factor));
-}
-
-// Up to four tiles side by side, and those that come after them.
-struct KeyTiles {
-  const uint16_t* tiles[tile_block];
-  const uint16_t* after[tile_block];
-  int64_t count;
-
-  KeyTiles(const HeadCache& head, int64_t slot, int64_t end, int64_t last) {
-    count = (end - slot + lanes - 1) / lanes;
-    if (count > tile_block) count = tile_block;
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t own = slot + t * lanes, next = own + 2 * tile_block * lanes;
-      tiles[t] = head.key_tile(own);
-      after[t] = head.key_tile(next < last ? next : own);
-    }
-  }
-};
-
-template <int Q>
-inline void score_tiles(const uint16_t* queries, int64_t head_dim, const KeyTiles& keys,
-                        float scale, float* scores, int64_t stride) {
-  if (keys.count == tile_block) {
-    score_block<Q, tile_block>(queries, head_dim, keys.tiles, keys.after, scale, scores, stride);
-    return;
-  }
-  for (int64_t t = 0; t < keys.count; ++t)
-    score_block<Q, 1>(queries, head_dim, keys.tiles + t, keys.after + t, scale,
-                      scores + t * lanes, stride);
 }
 
 // Softmax weights of one query in place; returns their sum. scores [count], then garbage.
@@ -341,20 +322,32 @@ inline void with_count(int64_t count, const F& f) {
   }
 }
 
-inline int64_t block_of(int64_t left) { return left < query_block ? left : query_block; }
+// Size of the next of the even blocks that `left` queries make.
+inline int64_t block_of(int64_t left) {
+  const int64_t blocks = (left + query_block - 1) / query_block;
+  return (left + blocks - 1) / blocks;
+}
 
-// Scores of a tile against the slots begin .. end - 1 (begin a multiple of 64).
+// Scores of a tile against the slots begin .. end - 1 (begin a multiple of 16).
 inline void score(const QueryTile& tile, int64_t begin, int64_t end, float* scores) {
-  const int64_t d = tile.head.head_dim, stride = tile.t.stride;
-  const int64_t last = tile.reach(tile.count - 1);
-  for (int64_t slot = begin; slot < end; slot += tile_block * lanes) {
-    const KeyTiles keys(tile.head, slot, end, last);
-    for (int64_t q = 0; q < tile.count; q += query_block) {
-      const int64_t queries = block_of(tile.count - q);
+  const HeadCache& head = tile.head;
+  const int64_t stride = tile.t.stride, last = tile.reach(tile.count - 1);
+  for (int64_t slot = begin, size; slot < end; slot += size) {
+    const int64_t in_block = head.block_size - slot % head.block_size;
+    size = in_block < end - slot ? in_block : round_up(end - slot, lanes);
+    size = size >= key_run ? key_run : size >= 2 * lanes ? 2 * lanes : lanes;
+    const int64_t next = slot + 2 * key_run;
+    const KeyRun run{head.key(slot), head.key(next < last ? next : slot), head.key_row()};
+    for (int64_t q = 0, queries; q < tile.count; q += queries) {
+      queries = block_of(tile.count - q);
       if (tile.reach(q + queries - 1) <= slot) continue;
       with_count(queries, [&](auto n) {
-        score_tiles<n.value>(tile.query(q), d, keys, tile.t.a.scale, scores + q * stride + slot,
-                             stride);
+        constexpr int Q = n.value;
+        const auto block = size == key_run     ? score_block<Q, 4>
+                           : size == 2 * lanes ? score_block<Q, 2>
+                                               : score_block<Q, 1>;
+        block(tile.query(q), head.head_dim, run, tile.t.a.scale, scores + q * stride + slot,
+              stride);
       });
     }
   }
@@ -451,20 +444,19 @@ inline QueryTile tile_of(const Attend& t, int64_t sequence, int64_t kv_head, int
 }
 
 // Every row's keys and values to the cache, its queries to scratch.
-inline void append_rows(const Attend& t, int32_t thread, int32_t threads) {
-  const Part part = part_of(t.batch.rows, thread, threads);
+inline void append_rows(const Attend& t, Queue& queue) {
   int64_t sequence = 0;
-  for (int64_t row = part.begin; row < part.end; ++row) {
+  queue.each(t.batch.rows, [&](int64_t row) {
     while (row >= t.batch.row_offsets[sequence + 1]) ++sequence;
     append_row(t, sequence, row);
-  }
+  });
 }
 
 inline void attend_tile(const QueryTile& tile, float* scores) {
   const int64_t stride = tile.t.stride, d = tile.head.head_dim;
   score(tile, 0, tile.reach(tile.count - 1), scores);
-  for (int64_t q = 0; q < tile.count; q += query_block) {
-    const int64_t count = block_of(tile.count - q);
+  for (int64_t q = 0, count; q < tile.count; q += count) {
+    count = block_of(tile.count - q);
     float totals[query_block];
     soften_queries(tile, q, count, scores + q * stride, totals);
     for (int64_t dimension = 0; dimension < d; dimension += 64)
@@ -473,15 +465,17 @@ inline void attend_tile(const QueryTile& tile, float* scores) {
 }
 
 // Many queries: a tile of them is one item, the longest of a sequence come first.
-inline void attend_whole(const Attend& t, Queue& queue, int32_t thread) {
-  float* scores = t.scores + thread * query_tile * t.stride;
-  share(
-      t, queue, [&](int64_t s) { return t.a.kv_heads * tiles_of(t, s, query_tile); },
-      [&](int64_t s, int64_t item) {
-        const int64_t tiles = tiles_of(t, s, query_tile);
-        const int64_t first = (tiles - 1 - item % tiles) * query_tile;
-        attend_tile(tile_of(t, s, item / tiles, first, query_tile), scores);
-      });
+inline void attend_whole(const Attend& t, int32_t threads) {
+  Queue queue;
+  const auto items = [&](int64_t s) { return t.a.kv_heads * tiles_of(t, s, t.tile); };
+  parallel(threads, [&](int32_t thread) {
+    float* scores = t.scores + thread * t.tile * t.stride;
+    share(t, queue, items, [&](int64_t s, int64_t item) {
+      const int64_t tiles = tiles_of(t, s, t.tile);
+      const int64_t first = (tiles - 1 - item % tiles) * t.tile;
+      attend_tile(tile_of(t, s, item / tiles, first, t.tile), scores);
+    });
+  });
 }
 
 // Few queries: too few tiles to keep all threads busy, so scores are shared by runs of slots and
@@ -523,37 +517,77 @@ struct Split {
   }
 };
 
-inline void attend_split(const Split& split, Queue* queues, int32_t threads) {
+// One step of a split call: `items(s)` for each kv head of sequence s.
+template <class Items, class Work>
+inline void split_step(const Attend& t, int32_t threads, const Items& items, const Work& work) {
+  Queue queue;
+  const auto count = [&](int64_t s) { return t.a.kv_heads * items(s); };
+  parallel(threads, [&](int32_t) { share(t, queue, count, work); });
+}
+
+inline void attend_split(const Split& split, int32_t threads) {
   const Attend& t = split.t;
-  const int64_t kv_heads = split.kv_heads;
-  share(
-      t, queues[0], [&](int64_t s) { return kv_heads * split.runs(s); },
+  split_step(
+      t, threads, [&](int64_t s) { return split.runs(s); },
       [&](int64_t s, int64_t item) { split.score_run(s, item); });
-  barrier(threads);
-  share(
-      t, queues[1], [&](int64_t s) { return kv_heads * split.blocks(s); },
+  split_step(
+      t, threads, [&](int64_t s) { return split.blocks(s); },
       [&](int64_t s, int64_t item) { split.soften_block(s, item); });
-  barrier(threads);
-  share(
-      t, queues[2], [&](int64_t s) { return kv_heads * split.blocks(s) * split.slices(); },
+  split_step(
+      t, threads, [&](int64_t s) { return split.blocks(s) * split.slices(); },
       [&](int64_t s, int64_t item) { split.weigh_slice(s, item); });
 }
 
 // ---- The table's functions ------------------------------------------------------------------
 
-// How a call lies in its scratch: queries, then totals, then scores.
-struct AttendLayout {
-  int64_t queries, totals, scores, stride;  // bytes; stride in floats
-  bool split;
+// Who does what in one call: the plan that is estimated to end first. Unit of time: one query
+// vector against the longest context; a tile costs 1.5 of them besides (loads of K and V), a step
+// that threads share about 2500 cycles, a vector about reach * head_dim / 8.
+struct Plan {
+  int32_t threads;
+  int64_t tile = query_tile;
+  bool split = false;
 
-  // A stride off the powers of two keeps the rows of a tile out of each other's cache sets.
-  AttendLayout(const quasar_attention& a, int64_t rows, int64_t context, int32_t threads) {
-    const int64_t vectors = rows * a.heads;
-    split = threads > 1 && vectors <= 4 * threads * query_tile;
-    stride = round_up(context, 64) + 16;
+  Plan(const quasar_attention& a, const quasar_batch& batch, int64_t longest, int32_t team)
+      : threads(1) {
+    const double vector = static_cast<double>(longest * a.head_dim) / 8, step = 2500 / vector;
+    const int64_t heads = int64_t{a.kv_heads} * batch.sequences;
+    const int64_t rows = (batch.rows + batch.sequences - 1) / batch.sequences;
+    const int64_t queries = rows * (a.heads / a.kv_heads);
+    const double alone = static_cast<double>(heads) * (static_cast<double>(queries) + 1.5);
+    if (team < 2 || alone < 2 * step) return;
+    threads = team;
+    double least = alone / team + 3 * step;
+    split = int64_t{batch.rows} * a.heads <= most_split(team);
+    if (!split) least = 1e300;
+    const int64_t fewest = (queries + query_tile - 1) / query_tile;
+    for (int64_t parts = fewest; parts == fewest || heads * parts < 8 * team; ++parts) {
+      const int64_t size = (queries + parts - 1) / parts;
+      const int64_t turns = (heads * parts + team - 1) / team;
+      const double time = static_cast<double>(turns) * (static_cast<double>(size) + 1.5) + step;
+      if (time >= least) continue;
+      least = time;
+      tile = size;
+      split = false;
+    }
+  }
+
+  // Query vectors of a call that may be split: each keeps its own scores.
+  static int64_t most_split(int32_t threads) { return 4 * threads * query_tile; }
+};
+
+// How a call lies in its scratch: queries, then totals, then scores. Bytes; the stride is in floats
+// and off the powers of two, so that neighbouring rows fall into different cache sets.
+struct AttendLayout {
+  int64_t queries, totals, scores, stride;
+
+  AttendLayout(const quasar_attention& a, int64_t rows, int64_t longest, int32_t threads) {
+    const int64_t vectors = rows * a.heads, whole = threads * query_tile;
+    const int64_t split = vectors <= Plan::most_split(threads) ? vectors : 0;
+    stride = round_up(longest, 64) + 16;
     queries = round_up(vectors * a.head_dim * 2, 64);
-    totals = split ? round_up(vectors * 4, 64) : 0;
-    scores = (split ? vectors : threads * query_tile) * stride * 4;
+    totals = round_up(split * 4, 64);
+    scores = (split > whole ? split : whole) * stride * 4;
   }
 };
 
@@ -575,24 +609,27 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
     const int64_t reach = batch->context_lengths[s] + rows;
     if (reach > longest) longest = reach;
   }
+  const Plan plan(*a, *batch, longest, threads);
   const AttendLayout layout(*a, batch->rows, longest, threads);
   char* queries = static_cast<char*>(scratch);
   char* totals = queries + layout.queries;
   char* scores = totals + layout.totals;
-  const Attend t{*a,     *batch,
-                 qkv,    cache,
-                 out,    reinterpret_cast<uint16_t*>(queries),
-                 reinterpret_cast<float*>(scores), reinterpret_cast<float*>(totals),
+  const Attend t{*a,
+                 *batch,
+                 qkv,
+                 cache,
+                 out,
+                 reinterpret_cast<uint16_t*>(queries),
+                 reinterpret_cast<float*>(scores),
+                 reinterpret_cast<float*>(totals),
+                 plan.tile,
                  layout.stride};
-  Queue queues[3];
-  parallel(threads, [&](int32_t thread, int32_t team) {
-    append_rows(t, thread, team);
-    barrier(team);
-    if (layout.split)
-      attend_split(Split(t, longest, team), queues, team);
-    else
-      attend_whole(t, queues[0], thread);
-  });
+  Queue rows;
+  parallel(batch->rows >= 16 ? threads : 1, [&](int32_t) { append_rows(t, rows); });
+  if (plan.split)
+    attend_split(Split(t, longest, threads), threads);
+  else
+    attend_whole(t, plan.threads);
 }
 
 void move_slots(const quasar_attention* a, uint16_t* cache, const int32_t* table,
@@ -601,10 +638,10 @@ void move_slots(const quasar_attention* a, uint16_t* cache, const int32_t* table
     const HeadCache head(*a, cache, table, h);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t from = source[i], to = target[i];
-      const uint16_t* key = head.key_tile(from) + from % lanes * 2;
-      uint16_t* kept = head.key_tile(to) + to % lanes * 2;
-      for (int64_t pair = 0; pair < a->head_dim / 2; ++pair)
-        __builtin_memcpy(kept + pair * lanes * 2, key + pair * lanes * 2, 4);
+      const uint16_t* pair = head.key(from);
+      uint16_t* kept = head.key(to);
+      for (int64_t d = 0; d < a->head_dim; d += 2, pair += head.key_row(), kept += head.key_row())
+        __builtin_memcpy(kept, pair, 4);
       __builtin_memmove(head.value(to), head.value(from), a->head_dim * 2);
     }
   }

@@ -87,13 +87,13 @@ void argmax(const float* logits, int64_t rows, int64_t columns, int64_t* out, in
   Scored best[group * row_parts];
   for (int64_t first = 0; first < rows; first += group) {
     const int64_t count = rows - first < group ? rows - first : group;
-    parallel(threads, [&](int32_t thread, int32_t team) {
-      const Part part = part_of(count * row_parts, thread, team);
-      for (int64_t i = part.begin; i < part.end; ++i) {
+    Queue queue;
+    parallel(threads, [&](int32_t) {
+      queue.each(count * row_parts, [&](int64_t i) {
         const int64_t row = i / row_parts, p = i % row_parts;
         best[i] = part_argmax(logits + (first + row) * columns, part_begin(columns, p),
                               part_end(columns, p));
-      }
+      });
     });
     for (int64_t row = 0; row < count; ++row) out[first + row] = winner(best + row * row_parts);
   }
@@ -314,10 +314,11 @@ int64_t gumbel_argmax(const float* logits, int64_t columns, float inverse_temper
   const int64_t group = likeliest / 64 * 64;
   const Scored floor = search.best(group, group + 1, -__builtin_inff());
   Scored parts[row_parts];
-  parallel(threads, [&](int32_t thread, int32_t team) {
-    const Part part = part_of(row_parts, thread, team);
-    for (int64_t p = part.begin; p < part.end; ++p)
+  Queue queue;
+  parallel(threads, [&](int32_t) {
+    queue.each(row_parts, [&](int64_t p) {
       parts[p] = search.best(part_begin(columns, p), part_end(columns, p), floor.score);
+    });
   });
   return winner(parts);
 }

@@ -20,9 +20,10 @@ static __m512i read_bytes(const char* data, size_t bytes) {
   return _mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d));
 }
 
-// 10^9 bytes a second. `bytes` should exceed the last cache several times; 64 MiB a slice.
+// 10^9 bytes a second. `bytes` should exceed the last cache several times; 256 MiB a
+// slice, so that it is a rate which lasts.
 static double read_bandwidth(const void* data, size_t bytes, double seconds, int32_t threads) {
-  constexpr size_t kChunk = 1 << 20, kSlice = 64 << 20;
+  constexpr size_t kChunk = 1 << 20, kSlice = 256 << 20;
   const size_t slice = bytes < kSlice ? bytes : kSlice, slices = bytes / slice;
   const double end = seconds_now() + seconds;
   double best = 0;
@@ -30,11 +31,12 @@ static double read_bandwidth(const void* data, size_t bytes, double seconds, int
     const char* part = (const char*)data + s * slice;
     Lanes lanes((int64_t)((slice + kChunk - 1) / kChunk), threads);
     const double begin = seconds_now();
-#pragma omp parallel num_threads(threads)
-    lanes.run(omp_get_thread_num(), [&](int64_t chunk) {
-      const size_t from = (size_t)chunk * kChunk;
-      const __m512i seen = read_bytes(part + from, from + kChunk < slice ? kChunk : slice - from);
-      asm volatile("" ::"v"(seen));
+    parallel(threads, [&](int32_t thread) {
+      lanes.run(thread, [&](int64_t chunk) {
+        const size_t from = (size_t)chunk * kChunk;
+        const __m512i seen = read_bytes(part + from, from + kChunk < slice ? kChunk : slice - from);
+        asm volatile("" ::"v"(seen));
+      });
     });
     const double rate = 1e-9 * (double)slice / (seconds_now() - begin);
     best = rate > best ? rate : best;
@@ -42,32 +44,34 @@ static double read_bandwidth(const void* data, size_t bytes, double seconds, int
   return best;
 }
 
-// `rounds` rounds of 24 independent sums, registers only.
+// `rounds` rounds of 24 independent sums in registers.
 template <class P>
 static void multiply_registers(int64_t rounds) {
-  const int32_t zeros[12] = {};
-  __m512i weight = _mm512_setzero_si512();
-  Sums<P, 12> tile;
-  tile.begin(zeros);
-  for (int64_t i = 0; i < rounds; ++i) {
-    asm volatile("" : "+v"(weight));  // another weight for all the compiler knows
-    tile.add(weight, weight, zeros);
-  }
   alignas(64) float sums[12 * kBlock];
+  const int32_t zeros[24] = {};
+  const int32_t* values = zeros;
+  __m512i left = _mm512_setzero_si512(), right = left;
+  asm volatile("" : "+r"(values), "+v"(left), "+v"(right));  // unknown: no two products are one
+  Sums<P, 12> tile;
+  tile.begin(values);
+  for (int64_t i = 0; i < rounds; ++i) tile.add(left, right, values + 12);
   tile.store(sums);
   asm volatile("" ::"m"(sums));
 }
 
 template <class P>
 static double multiply_rate_of(double seconds, int32_t threads) {
-  constexpr int64_t kRounds = 1 << 17;  // about a millisecond
-  const double multiplies = (double)kRounds * 24 * 16 * P::kStepValues * threads;
+  constexpr int64_t kRounds = 1 << 13;  // a unit of work: some 50 us
+  const int64_t units = 24 * threads;
+  const double multiplies = (double)kRounds * units * 24 * 16 * P::kStepValues;
   const double end = seconds_now() + seconds;
   double best = 0;
   while (best == 0 || seconds_now() < end) {
     const double begin = seconds_now();
-#pragma omp parallel num_threads(threads)
-    multiply_registers<P>(kRounds);
+    Queue queue;
+    parallel(threads, [&](int32_t) {
+      queue.each(units, [](int64_t) { multiply_registers<P>(kRounds); });
+    });
     const double rate = 1e-9 * multiplies / (seconds_now() - begin);
     best = rate > best ? rate : best;
   }

@@ -62,15 +62,6 @@ def test_the_best_tier_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not TIERS_HERE, reason="no native tier runs here")
-def test_one_openmp_serves_torch_and_the_kernels() -> None:
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("no /proc/self/maps")
-    mapped = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
-    assert len(mapped) == 1
-
-
-@pytest.mark.skipif(not TIERS_HERE, reason="no native tier runs here")
 def test_weights_that_do_not_fit_are_refused() -> None:
     backend = native(TIERS_HERE[0], 1)
     codes, scale = torch.ones(4, 8, dtype=torch.int8), torch.ones(4)

@@ -46,7 +46,9 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
     bias = None
     if any(w.bias is not None for w in weights):
         zeros = [torch.zeros(w.out_features) for w in weights]
-        bias = torch.cat([z if w.bias is None else w.bias for w, z in zip(weights, zeros, strict=True)])
+        bias = torch.cat(
+            [z if w.bias is None else w.bias for w, z in zip(weights, zeros, strict=True)]
+        )
     dense = [w for w in weights if isinstance(w, DenseWeight)]
     if len(dense) == len(weights):
         return DenseWeight(torch.cat([w.weight for w in dense]), bias)
@@ -59,11 +61,18 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
 class PackedLinear(Protocol):
     """A weight in the layout of one backend."""
 
-    precision: str
-    out_features: int
-    in_features: int
-    nbytes: int
-    """Bytes read from memory by one pass."""
+    @property
+    def precision(self) -> str: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read from memory by one pass."""
 
 
 @dataclass(slots=True)
@@ -126,6 +135,20 @@ class RaggedBatch:
     is_tree: Tensor
     """[sequences] uint8."""
 
+    @classmethod
+    def chunk(cls, tokens: list[int], context: int, table: Tensor) -> RaggedBatch:
+        """Consecutive tokens of one sequence whose first `context` slots are filled."""
+        rows = len(tokens)
+        return cls(
+            torch.tensor(tokens),
+            torch.arange(context, context + rows, dtype=torch.int32),
+            torch.tensor([0, rows], dtype=torch.int32),
+            torch.tensor([context], dtype=torch.int32),
+            table[None],
+            torch.zeros(rows, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.uint8),
+        )
+
     @property
     def rows(self) -> int:
         return self.tokens.shape[0]
@@ -142,6 +165,17 @@ class NoiseKey:
     seed: int
     sample: int
     position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What the machine can do right now with a backend's threads."""
+
+    read_bandwidth_gbps: float
+    """10^9 bytes a second, read from memory."""
+    int8_gmacs: float
+    """10^9 multiply-adds a second, INT8 x INT8 -> INT32."""
+    bf16_gmacs: float
 
 
 class Backend(Protocol):
@@ -213,3 +247,6 @@ class Backend(Protocol):
         gumbel = -log(-log(u)), u = ((w >> 9) + 0.5) * 2^-23, w = word (token % 4) of
         Philox4x32-10 with counter (token // 4, position, sample, 0), key (seed low, seed high).
         """
+
+    def measure_peaks(self, seconds: float) -> Peaks:
+        """Measure each peak for about `seconds`."""

@@ -22,6 +22,7 @@ from quasar.kernels.base import (
     LinearWeight,
     NoiseKey,
     PackedLinear,
+    Peaks,
     RaggedBatch,
 )
 
@@ -33,6 +34,8 @@ except ImportError as error:
 
 LANES = 16
 """Gate and up rows alternate in runs of this many; layouts are padded to twice as many rows."""
+
+PEAK_BYTES = 512 << 20
 
 
 @dataclass(slots=True)
@@ -99,7 +102,7 @@ class CpuBackend:
     """One instruction-set tier with `threads` threads. Calls from several threads take turns."""
 
     name = "cpu"
-    block_size = 32
+    block_size = 64
 
     def __init__(self, cap: str, threads: int) -> None:
         """Raises RuntimeError with the reason where no native tier runs."""
@@ -243,6 +246,15 @@ class CpuBackend:
             raise ValueError("threshold is not a number")
         token: int = self._kernels.gumbel_argmax(at, columns, 1.0 / temperature, threshold, *key)
         return token
+
+    def measure_peaks(self, seconds: float) -> Peaks:
+        """Memory is read from 512 MiB of huge pages, more than the caches hold."""
+        stream = huge_bytes(PEAK_BYTES).fill_(1)
+        return Peaks(
+            self._kernels.read_bandwidth(stream.data_ptr(), stream.nbytes, seconds),
+            self._kernels.multiply_rate(_native.W8A8, seconds),
+            self._kernels.multiply_rate(_native.BF16, seconds),
+        )
 
 
 def probe(cap: str, threads: int) -> CpuBackend | str:

@@ -6,6 +6,8 @@ of rows), so this backend is row-invariant too. It is also what runs where no na
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from quasar.kernels.base import (
     LinearWeight,
     NoiseKey,
     PackedLinear,
+    Peaks,
     RaggedBatch,
     concatenate,
 )
@@ -173,8 +176,9 @@ class ReferenceBackend:
             rows = range(offsets[sequence], offsets[sequence + 1])
             for node, row in enumerate(rows):
                 position = int(bound.positions[row])
-                q, k, v = qkv.tensor[row].view(-1, spec.head_dim).split(
-                    (spec.heads, spec.kv_heads, spec.kv_heads)
+                q, k, v = torch.split(
+                    qkv.tensor[row].view(-1, spec.head_dim),
+                    [spec.heads, spec.kv_heads, spec.kv_heads],
                 )
                 k = rotate(k, spec.cos[position], spec.sin[position])
                 self._store(spec, cache, table, context + node, torch.stack((k, v)))
@@ -228,6 +232,28 @@ class ReferenceBackend:
         kept = torch.where(logits.tensor[row] >= threshold, noisy, -torch.inf)
         return int(kept.argmax())
 
+    def measure_peaks(self, seconds: float) -> Peaks:
+        """The rates that torch reaches: a sum over 256 MiB, and square products."""
+        stream = torch.ones(1 << 26)
+        codes = torch.ones(1024, 1024, dtype=torch.int8)
+        values = codes.bfloat16()
+        return Peaks(
+            stream.nbytes * _calls_per_second(stream.sum, seconds) * 1e-9,
+            codes.shape[0] ** 3
+            * _calls_per_second(lambda: torch._int_mm(codes, codes), seconds)
+            * 1e-9,
+            codes.shape[0] ** 3 * _calls_per_second(lambda: values @ values, seconds) * 1e-9,
+        )
+
+
+def _calls_per_second(call: Callable[[], Tensor], seconds: float) -> float:
+    """The best rate of single calls within about `seconds`, after one that warms up."""
+    call()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        call()
+        best = min(best, time.perf_counter() - start)
+    return 1.0 / best
 
 
 def probe(cap: str, threads: int) -> ReferenceBackend:

@@ -1,0 +1,76 @@
+"""Share of a pass that is spent outside the native kernels: Python, torch and the binding.
+
+    python benchmarks/dispatch.py MODEL [--rows 6] [--context 128] [--verifier w8a8]
+
+Each native function is wrapped in a timer and a pass is timed as a whole. The timers' own cost falls
+on the outside, so the share is an upper bound.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+from quasar import _native
+from quasar.kernels import cpu
+from quasar.kernels.base import RaggedBatch
+from quasar.loading import load_model
+
+PASS_FUNCTIONS = ("norm_linear", "norm_gated", "linear_add", "attend")
+
+
+class Timed:
+    """Stands in for the native module and adds up the seconds spent in the functions of a pass."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __getattr__(self, name):
+        function = getattr(_native, name)
+        if name not in PASS_FUNCTIONS:
+            return function
+
+        def timed(*args):
+            start = time.perf_counter()
+            function(*args)
+            self.seconds += time.perf_counter() - start
+
+        setattr(self, name, timed)
+        return timed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--rows", type=int, default=6)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--verifier", default="w8a8")
+    args = parser.parse_args()
+    verifier = load_model(args.model, args.verifier).verifier
+    timer = cpu._native = Timed()
+    cache = verifier.new_cache(args.context + args.rows)
+    sequence = cache.open(args.context + args.rows)
+    context = RaggedBatch.chunk(list(range(100, 100 + args.context)), 0, sequence.table)
+    verifier.verify(context, cache)
+    cache.keep(sequence, range(args.context))
+    shares, passes = [], []
+    for _ in range(100):
+        timer.seconds = 0.0
+        start = time.perf_counter()
+        tokens = list(range(200, 200 + args.rows))
+        verifier.verify(RaggedBatch.chunk(tokens, sequence.length, sequence.table), cache)
+        seconds = time.perf_counter() - start
+        passes.append(seconds)
+        shares.append((seconds - timer.seconds) / seconds)
+    print(
+        json.dumps(
+            {
+                "rows": args.rows,
+                "pass_milliseconds": statistics.median(passes) * 1e3,
+                "share_outside_kernels": statistics.median(shares),
+            }
+        )
+    )
+
+
+main()

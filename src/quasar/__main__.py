@@ -1,0 +1,7 @@
+"""`python -m quasar` is the command `quasar`."""
+
+import sys
+
+from quasar.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,206 @@
+"""How long a verification pass takes, and how long it would take at the machine's limit.
+
+A pass of M rows after C cached tokens reads B bytes (all packed weights with the head, and K and V
+of C tokens) and multiplies A_p times in each precision p. With the bandwidth W and the multiply
+rates R_p, all measured in the same run,
+
+    limit = max(B / W, sum over p of A_p / R_p).
+
+A_p counts the linears and the head for all M rows, each in its own precision; the two products of
+attention, over the C + i + 1 tokens that row i sees, count as BF16, as K and V are stored. The
+embedding's M rows and the activations are left out: they make the limit only smaller. A share above
+1 means that weights were found in a cache that the bandwidth does not know.
+
+The machine's neighbours move its bandwidth from second to second. So all row counts, contexts and
+verifiers take turns in each round, the median of the rounds counts, and the peaks are the best of
+those measured before, between and after.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quasar.cache import KVCache, SequenceCache
+from quasar.errors import UsageError
+from quasar.kernels.base import Peaks, RaggedBatch
+from quasar.verification.verifier import Verifier
+
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+CONTEXTS = (128, 2048)
+PREFILL_TOKENS = 512
+ROUNDS = 15
+PREFILL_ROUNDS = 3
+PEAK_SECONDS = 0.25
+"""Per kind of peak and time it is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one pass must read and multiply at least."""
+
+    read_bytes: int
+    multiply_adds: Mapping[str, int]
+    """By precision."""
+
+    def limit(self, peaks: Peaks) -> float:
+        """Seconds."""
+        rates = {"w8a8": peaks.int8_gmacs, "bf16": peaks.bf16_gmacs}
+        multiplying = sum(count / rates[name] for name, count in self.multiply_adds.items())
+        return max(self.read_bytes / peaks.read_bandwidth_gbps, multiplying) * 1e-9
+
+
+def pass_work(verifier: Verifier, rows: int, context: int) -> Work:
+    """The work of verifying `rows` tokens after `context` cached ones, all rows with logits."""
+    decoder, config = verifier.decoder, verifier.config
+    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    multiply_adds = {"w8a8": 0, "bf16": 0}
+    for linear in [decoder.head, *(one for layer in decoder.layers for one in layer.linears)]:
+        multiply_adds[linear.precision] += rows * linear.out_features * linear.in_features
+    seen = sum(context + row + 1 for row in range(rows))
+    multiply_adds["bf16"] += 2 * config.layers * width * seen
+    cache_bytes = 2 * 2 * config.layers * kv_width * context
+    return Work(decoder.pass_bytes() + cache_bytes, multiply_adds)
+
+
+@dataclass(slots=True)
+class Setting:
+    """A verifier with a filled cache, ready to pass over the same slots again and again."""
+
+    name: str
+    verifier: Verifier
+    cache: KVCache
+    sequence: SequenceCache
+    context: int
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    """Measured passes by number of rows."""
+
+    def time(self, batch: RaggedBatch) -> float:
+        """Seconds of one pass. Its rows are not kept, so the next pass overwrites them."""
+        start = time.perf_counter()
+        self.verifier.verify(batch, self.cache)
+        return time.perf_counter() - start
+
+    def batch(self, tokens: Sequence[int]) -> RaggedBatch:
+        return RaggedBatch.chunk(list(tokens), self.context, self.sequence.table)
+
+
+def fill(name: str, verifier: Verifier, tokens: Sequence[int], room: int) -> Setting:
+    """Prefill `tokens` and leave room for `room` more."""
+    cache = verifier.new_cache(len(tokens) + room)
+    sequence = cache.open(len(tokens) + room)
+    prefill(verifier, cache, sequence, tokens)
+    return Setting(name, verifier, cache, sequence, len(tokens))
+
+
+def prefill(
+    verifier: Verifier, cache: KVCache, sequence: SequenceCache, tokens: Sequence[int]
+) -> None:
+    """Cache `tokens` from the sequence's start on, with the logits of each chunk's last row."""
+    sequence.length = 0
+    for start in range(0, len(tokens), PREFILL_TOKENS):
+        chunk = list(tokens[start : start + PREFILL_TOKENS])
+        batch = RaggedBatch.chunk(chunk, start, sequence.table)
+        verifier.verify(batch, cache, torch.tensor([len(chunk) - 1]))
+        cache.keep(sequence, range(len(chunk)))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Peaks, and the entries of `passes` and `prefill` in the JSON of `quasar doctor`."""
+
+    peaks: Peaks
+    passes: list[dict[str, float | str]]
+    prefill: list[dict[str, float | str]]
+
+
+def measure(
+    verifiers: Mapping[str, Verifier],
+    tokens: Sequence[int],
+    watch: Callable[[int, int], None] = lambda done, total: None,
+    rounds: int = ROUNDS,
+    contexts: Sequence[int] = CONTEXTS,
+) -> Measurement:
+    """Time passes and prefill of each verifier over `tokens`, as many as the longest context."""
+    backend = next(iter(verifiers.values())).backend
+    total = rounds + PREFILL_ROUNDS
+    prompt = tokens[:PREFILL_TOKENS]
+    peaks = [backend.measure_peaks(PEAK_SECONDS)]
+    settings = [
+        fill(name, verifier, tokens[:context], max(ROWS))
+        for name, verifier in verifiers.items()
+        for context in fitting(verifier, contexts)
+    ]
+    for turn in range(rounds):
+        for setting in settings:
+            _round(setting, tokens)
+        if turn % 5 == 4:
+            peaks.append(backend.measure_peaks(PEAK_SECONDS))
+        watch(turn + 1, total)
+    prefills = [fill(name, verifier, prompt, 0) for name, verifier in verifiers.items()]
+    for turn in range(PREFILL_ROUNDS):
+        for setting in prefills:
+            setting.seconds.setdefault(len(prompt), []).append(_prefill_seconds(setting, prompt))
+        watch(rounds + turn + 1, total)
+    best = best_peaks([*peaks, backend.measure_peaks(PEAK_SECONDS)])
+    return Measurement(
+        best,
+        [entry for setting in settings for entry in _pass_entries(setting, best)],
+        [entry for setting in prefills for entry in _prefill_entries(setting)],
+    )
+
+
+def fitting(verifier: Verifier, contexts: Sequence[int]) -> list[int]:
+    """The contexts that the model can hold together with a pass' rows; those it cannot are cut."""
+    longest = verifier.config.context_length - max(ROWS)
+    if longest < 1:
+        raise UsageError(
+            f"a context of {verifier.config.context_length} tokens is too short to time"
+        )
+    return sorted({min(context, longest) for context in contexts})
+
+
+def _round(setting: Setting, tokens: Sequence[int]) -> None:
+    """One pass of each row count, after one that brings this verifier's weights back."""
+    setting.time(setting.batch(tokens[:1]))
+    for rows in ROWS:
+        batch = setting.batch(tokens[:rows])
+        setting.seconds.setdefault(rows, []).append(setting.time(batch))
+
+
+def _prefill_seconds(setting: Setting, prompt: Sequence[int]) -> float:
+    start = time.perf_counter()
+    prefill(setting.verifier, setting.cache, setting.sequence, prompt)
+    return time.perf_counter() - start
+
+
+def best_peaks(measured: Sequence[Peaks]) -> Peaks:
+    return Peaks(
+        max(peaks.read_bandwidth_gbps for peaks in measured),
+        max(peaks.int8_gmacs for peaks in measured),
+        max(peaks.bf16_gmacs for peaks in measured),
+    )
+
+
+def _pass_entries(setting: Setting, peaks: Peaks) -> Iterator[dict[str, float | str]]:
+    for rows, seconds in setting.seconds.items():
+        measured = statistics.median(seconds)
+        limit = pass_work(setting.verifier, rows, setting.context).limit(peaks)
+        yield {
+            "verifier": setting.name,
+            "rows": rows,
+            "context": setting.context,
+            "milliseconds": measured * 1e3,
+            "limit_milliseconds": limit * 1e3,
+            "share_of_limit": limit / measured,
+        }
+
+
+def _prefill_entries(setting: Setting) -> Iterator[dict[str, float | str]]:
+    for count, seconds in setting.seconds.items():
+        speed = count / statistics.median(seconds)
+        yield {"verifier": setting.name, "tokens": count, "tokens_per_second": speed}

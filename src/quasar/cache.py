@@ -1,0 +1,80 @@
+"""Paged KV cache: blocks of slots in a shared pool, one table of blocks a sequence.
+
+The sequence owns its cache and verifiers borrow it: K and V mean the same for every precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quasar.errors import QuasarError
+from quasar.kernels.base import AttentionSpec, Backend, Buffer
+
+
+class OutOfBlocks(QuasarError):
+    """The pool cannot hold another sequence now."""
+
+
+class SequenceCache:
+    """The slots of one sequence: `length` are filled, `table` says in which blocks."""
+
+    __slots__ = ("length", "table")
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+        """[blocks] int32."""
+        self.length = 0
+
+
+class KVCache:
+    """K and V of all layers for all sequences."""
+
+    def __init__(self, backend: Backend, spec: AttentionSpec, layers: int, tokens: int) -> None:
+        self.backend = backend
+        self.spec = spec
+        self.blocks = self._blocks_for(tokens)
+        self.layers: list[Buffer] = [backend.new_cache(spec, self.blocks) for _ in range(layers)]
+        self._free = list(range(self.blocks - 1, -1, -1))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.backend.block_size)
+
+    @property
+    def capacity(self) -> int:
+        """Slots in the whole pool."""
+        return self.blocks * self.backend.block_size
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free) * self.backend.block_size
+
+    def open(self, tokens: int) -> SequenceCache:
+        """Reserve room for `tokens` slots. Raises OutOfBlocks, and then takes nothing."""
+        needed = self._blocks_for(tokens)
+        if needed > len(self._free):
+            raise OutOfBlocks(f"{tokens} cache slots wanted, {self.free_slots} free")
+        taken = [self._free.pop() for _ in range(needed)]
+        return SequenceCache(torch.tensor(taken, dtype=torch.int32))
+
+    def close(self, sequence: SequenceCache) -> None:
+        """Give all blocks back."""
+        self._free.extend(reversed(sequence.table.tolist()))
+        sequence.table = sequence.table[:0]
+        sequence.length = 0
+
+    def keep(self, sequence: SequenceCache, nodes: Sequence[int]) -> None:
+        """Of the rows just appended keep `nodes` (ascending), in this order, drop the others."""
+        start = sequence.length
+        moved = [(start + node, start + i) for i, node in enumerate(nodes) if node != i]
+        if moved:
+            source, target = torch.tensor(moved, dtype=torch.int32).T.contiguous()
+            for layer in self.layers:
+                self.backend.move(self.spec, layer, sequence.table, source, target)
+        sequence.length = start + len(nodes)
+
+    def check_integrity(self) -> None:
+        """No block is free twice."""
+        assert len(set(self._free)) == len(self._free) <= self.blocks

@@ -1,0 +1,212 @@
+"""Hugging Face folders: config.json and safetensors, whole or in shards.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header
+{name: {dtype, shape, data_offsets: [begin, end]}}, then the data that the offsets refer to.
+The header is read here rather than by the `safetensors` package because pages of our own map can be
+given back and because each refusal names the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quasar.checkpoints.base import Checkpoint, to_bfloat16
+from quasar.checkpoints.mapping import MappedFile
+from quasar.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 16 << 20
+"""150,000 tensors; the largest dense models have about 1,200."""
+_MAX_JSON = 64 << 20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_UNUSED_SUFFIX = "rotary_emb.inv_freq"
+"""Old Llama checkpoints carry the rotary frequencies; they follow from the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor lies."""
+
+    file: MappedFile
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def read(self) -> Tensor:
+        """The tensor as stored: a view of the file, or a copy if it is not aligned there."""
+        data = self.file.view(self.offset, self.nbytes)
+        if data.data_ptr() % self.dtype.itemsize:
+            data = data.clone()
+        return data.view(self.dtype).view(self.shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size."""
+    try:
+        if path.stat().st_size > _MAX_JSON:
+            raise CheckpointError(f"{path} is too large ({path.stat().st_size} bytes)")
+        return parse_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is not a JSON object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice in one object")
+    return result
+
+
+def read_header(file: MappedFile) -> dict[str, Entry]:
+    """All tensors of a safetensors file; refuses anything that does not tile the file exactly."""
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > min(_MAX_HEADER, file.size - 8):
+        raise CheckpointError(f"{file.path}: header of {length} bytes is truncated or too large")
+    header = parse_object(file.read(8, length), f"the header of {file.path}")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(file, 8 + length, name, item) for name, item in header.items()}
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda pair: pair[1].offset):
+        if entry.offset != end:
+            raise CheckpointError(f"{file.path}: tensor {name!r} overlaps another or leaves a hole")
+        end += entry.nbytes
+    if end != file.size:
+        raise CheckpointError(f"{file.path}: tensors end at byte {end} of {file.size}")
+    return entries
+
+
+def _entry(file: MappedFile, start: int, name: str, item: Any) -> Entry:
+    where = f"{file.path}: tensor {name!r}"
+    match item:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+            pass
+        case _:
+            raise CheckpointError(f"{where} has a malformed header entry")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{where} has dtype {dtype!r}, which is not supported")
+    if not all(type(size) is int and size > 0 for size in shape):
+        raise CheckpointError(f"{where} has the impossible shape {shape}")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != nbytes or begin < 0 or start + end > file.size:
+        raise CheckpointError(
+            f"{where} of {nbytes} bytes is truncated or malformed: it lies at {begin}..{end} "
+            f"of {file.size - start} bytes of data"
+        )
+    return Entry(file, DTYPES[dtype], tuple(shape), start + begin, nbytes)
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A Hugging Face folder in floating point."""
+
+    format = "safetensors"
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self.path = path
+        self.config = config
+        self.quantization: Mapping[str, Any] | None = None
+        self.tokenizer_metadata = None
+        generation = path / "generation_config.json"
+        self.generation_config = read_json(generation) if generation.exists() else {}
+        self._entries = _read_folder(path)
+        self.files: Sequence[MappedFile] = tuple({e.file: None for e in self._entries.values()})
+        self._drop_tied_head()
+        self._names = tuple(n for n in self._entries if not n.endswith(_UNUSED_SUFFIX))
+
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.entry(name).shape
+
+    def tensor(self, name: str) -> Tensor:
+        return to_bfloat16(self.entry(name).read(), self.where(name))
+
+    def entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path} lacks tensor {name!r}")
+        return self._entries[name]
+
+    def where(self, name: str) -> str:
+        return f"{self.entry(name).file.path}: tensor {name!r}"
+
+    def _drop_tied_head(self) -> None:
+        """A tied model may carry a copy of its embedding as lm_head; any other head is a lie."""
+        head = self._entries.get("lm_head.weight")
+        embedding = self._entries.get("model.embed_tokens.weight")
+        if head is None or embedding is None or not self.config.get("tie_word_embeddings"):
+            return
+        same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+        if not (same and torch.equal(head.read(), embedding.read())):
+            raise CheckpointError(
+                f"{self.path}: tie_word_embeddings is true, but 'lm_head.weight' differs from "
+                "'model.embed_tokens.weight'"
+            )
+        del self._entries["lm_head.weight"]
+        self.release()
+
+
+def _read_folder(path: Path) -> dict[str, Entry]:
+    single, index = path / "model.safetensors", path / INDEX
+    if single.exists():
+        return read_header(MappedFile(single))
+    if not index.exists():
+        raise CheckpointError(f"{path} {_missing(path)}")
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise CheckpointError(f"{index}: weight_map is missing or malformed")
+    entries: dict[str, Entry] = {}
+    for shard in sorted(set(shards.values())):
+        if Path(shard).name != shard or shard in (".", ".."):
+            raise CheckpointError(f"{index}: shard {shard!r} is not the name of a file beside it")
+        found = read_header(MappedFile(path / shard))
+        listed = {name for name, place in shards.items() if place == shard}
+        if listed != found.keys():
+            name = min(listed ^ found.keys())
+            verb = "lacks" if name in listed else "also holds"
+            raise CheckpointError(f"{path / shard} {verb} tensor {name!r}, unlike {INDEX} says")
+        entries.update(found)
+    return entries
+
+
+def _missing(path: Path) -> str:
+    """What to say of a folder without weights that we can read."""
+    pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in {".bin", ".pt", ".pth"}]
+    if pickles:
+        return (
+            f"holds its weights in {pickles[0]}, a pickle file that could run code when read; "
+            "convert the model to safetensors first"
+        )
+    ggufs = [p.name for p in sorted(path.iterdir()) if p.suffix == ".gguf"]
+    if ggufs:
+        return f"is not a Hugging Face model folder; give the file itself: {path / ggufs[0]}"
+    return f"has neither model.safetensors nor {INDEX}"

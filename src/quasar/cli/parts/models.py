@@ -1,0 +1,52 @@
+"""From options to a model and an engine. Imports torch: sub-commands import this inside `run`."""
+
+from __future__ import annotations
+
+import argparse
+
+from quasar.cli.parts.terminal import note, progress_bar
+from quasar.engine.engine import Engine
+from quasar.errors import UsageError
+from quasar.kernels.base import Backend
+from quasar.loading import Model, make_backend
+from quasar.verification.verifier import PRECISIONS, Verifier
+
+
+def check_precision(name: str, option: str) -> None:
+    if name not in PRECISIONS:
+        raise UsageError(f"{option} {name} is unknown; it is one of {', '.join(PRECISIONS)}")
+
+
+def load_verifier(model: Model, precision: str, backend: Backend, head: str | None) -> Verifier:
+    """Load with a progress bar: the first use of a model may have to quantise it."""
+    with progress_bar() as progress:
+        return model.load(precision, backend, head, progress)
+
+
+def load_engine(model: Model, args: argparse.Namespace, tokens: int) -> Engine:
+    """An engine whose cache holds one request of `tokens`, prompt and answer, and its drafts."""
+    verifier = load_verifier(model, args.verifier, make_backend(args.threads), args.head)
+    slots = min(tokens, model.config.context_length) + args.draft_tokens
+    return Engine(verifier, model.tokenizer, args.drafter, args.draft_tokens, slots)
+
+
+def use_raw(model: Model, raw: bool) -> bool:
+    """Whether prompts go in as they are: on request, or for lack of a chat template (said so)."""
+    if not raw and not model.tokenizer.has_chat_template:
+        note(f"{model.name} has no chat template: prompts are used as they are")
+        return True
+    return raw
+
+
+def encode_prompt(model: Model, text: str, raw: bool) -> list[int]:
+    """Token ids of one user turn in the chat template, or of the text itself."""
+    if raw:
+        return model.tokenizer.encode(text, add_special_tokens=True)
+    return model.tokenizer.chat([{"role": "user", "content": text}])
+
+
+def check_length(model: Model, tokens: int) -> None:
+    """Refuse before the weights are loaded what the context cannot hold."""
+    context = model.config.context_length
+    if tokens >= context:
+        raise UsageError(f"the prompt has {tokens} tokens, the model's context holds {context}")

@@ -1,0 +1,114 @@
+"""What people see: tables, notes, progress bars, and model text that cannot move the cursor."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+"""CSI and OSC sequences of ECMA-48."""
+
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters that a terminal acts on; without its ESC an incomplete sequence is mere text."""
+
+Cell = str | int | float
+
+
+def harmless(text: str) -> str:
+    """Model text without control sequences: it cannot recolour, retitle or overwrite anything."""
+    return ESCAPE_SEQUENCE.sub("", text).translate(CONTROLS)
+
+
+def write_text(text: str) -> None:
+    """Model text to standard output, at once, made harmless where that is a terminal."""
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Something to know that is not the command's result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """Aligned columns: text to the left, numbers to the right."""
+    texts = [
+        [f"{cell:,.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
+    numeric = [
+        bool(rows) and all(not isinstance(row[i], str) for row in rows) for i in range(len(headers))
+    ]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, texts)])
+
+
+def listing(pairs: Iterable[tuple[str, object]]) -> str:
+    """One line a pair."""
+    shown = [(name, str(value)) for name, value in pairs]
+    width = max(len(name) for name, _ in shown)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown)
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:,.0f} MB"
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A function (stage, done, total) that shows a bar a stage on standard error.
+
+    Nothing is shown, nor loaded, before its first call.
+    """
+    bars = Bars()
+    try:
+        yield bars
+    finally:
+        bars.close()
+
+
+class Bars:
+    """Progress bars, the first of which opens the display."""
+
+    def __init__(self) -> None:
+        self._display: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        display = self._display or self._open()
+        if stage not in self._tasks:
+            self._tasks[stage] = display.add_task(stage, total=total)
+        display.update(self._tasks[stage], completed=done, total=total)
+
+    def _open(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        text, bar = TextColumn("{task.description}"), BarColumn()
+        columns = (text, bar, MofNCompleteColumn(), TimeElapsedColumn())
+        self._display = Progress(*columns, console=Console(stderr=True))
+        self._display.start()
+        return self._display
+
+    def close(self) -> None:
+        if self._display is not None:
+            self._display.stop()

@@ -1,0 +1,76 @@
+"""`quasar quantize`: a model in, a W8A8 folder with its report card out."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quasar.errors import UsageError
+
+if TYPE_CHECKING:
+    from quasar.quantization.report import Report
+
+SUMMARY = "write the W8A8 form of a model"
+BUILTIN = "builtin"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or a name"
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--scheme", default="w8a8", help="w8a8 (default)")
+    parser.add_argument(
+        "--smooth",
+        default="smoothquant",
+        help="smoothquant (default), or none for plain round-to-nearest",
+    )
+    parser.add_argument(
+        "--calib",
+        default=BUILTIN,
+        metavar="FILE",
+        help="UTF-8 text to calibrate on; its last quarter is held out to measure on "
+        "(default: builtin, the package's own text)",
+    )
+    parser.add_argument("--head", default="bf16", help="precision of the stored head: bf16")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.head != "bf16":
+        raise UsageError(
+            f"--head {args.head}: the head is stored in BF16 and quantised when a model is "
+            "loaded; give --head to generate or evaluate"
+        )
+    from quasar.cli.parts.terminal import progress_bar
+    from quasar.loading import open_model
+    from quasar.quantization.pipeline import QuantizeOptions, quantize
+
+    file = None if args.calib == BUILTIN else Path(args.calib)
+    options = QuantizeOptions(args.scheme, args.smooth, file)
+    with progress_bar() as progress:
+        report = quantize(open_model(args.model), args.out, options, progress)
+    print(page(report))
+    return 0
+
+
+def page(report: Report) -> str:
+    """The report card for people."""
+    from quasar.cli.parts.terminal import listing, megabytes, table
+
+    result, summary = report.result, report.summary()
+    arms = {"bf16": result.bf16, "round-to-nearest": result.rtn}
+    if report.requested != "none":
+        arms[report.requested] = result.recipe
+    rows = [
+        (name, f"{arm.kl:.5f}", f"{arm.top1:.2%}", f"{arm.perplexity:.3f}")
+        for name, arm in arms.items()
+    ]
+    facts = listing(
+        [
+            ("kept", f"{report.scheme}, smoothing: {report.smooth}"),
+            ("time", f"{summary['seconds']:.1f} s"),
+            ("peak memory", megabytes(report.peak_rss_bytes)),
+        ]
+    )
+    return table(("held-out text", "KL", "top-1", "perplexity"), rows) + "\n" + facts

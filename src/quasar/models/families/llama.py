@@ -1,0 +1,31 @@
+"""Llama and what shares its mathematics (SmolLM2, TinyLlama, Vicuna): RMSNorm, GQA, gated SiLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quasar.models.config import ModelConfig
+from quasar.models.families.base import ConfigReader
+
+MODEL_TYPES = ("llama",)
+
+
+def parse(config: Mapping[str, Any]) -> ModelConfig:
+    """`attention_bias` puts a bias on q, k, v and o alike."""
+    reader = ConfigReader(config)
+    reader.exactly("hidden_act", "silu")
+    reader.exactly("mlp_bias", False)
+    reader.exactly("rope_interleaved", False)
+    bias = reader.flag("attention_bias", False)
+    result = ModelConfig(
+        family="llama",
+        **reader.sizes(),
+        rms_norm_eps=reader.number("rms_norm_eps", 0.0, 1.0, 1e-6),
+        rope_theta=reader.rope_theta(10000.0),
+        tied_embeddings=reader.flag("tie_word_embeddings", False),
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    reader.finish()
+    return result

@@ -1,0 +1,192 @@
+"""The text that shows a quantiser what activations look like, and what it learns from it.
+
+The built-in text was written for this purpose and comes from no evaluation set. Some passages are
+conversations: they go through the model's chat template, because the largest activations of a chat
+model sit on the tokens that the template adds and on the first token of a sequence.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quasar.errors import UsageError
+from quasar.text.tokenizer import Tokenizer
+
+CALIBRATION_TOKENS = 8192
+HELD_OUT_TOKENS = 2048
+SEQUENCE_TOKENS = 512
+LEAST_CALIBRATION_TOKENS = 512
+LEAST_HELD_OUT_TOKENS = 128
+LARGEST_FILE = 32 * 2**20
+PASSAGE_CHARACTERS = 1500
+"""A calibration file is cut into passages of this length: 300 to 400 tokens of English."""
+
+Turn = dict[str, str]
+"""`role` and `content`, as chat templates take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A piece of text, or a conversation."""
+
+    kind: str
+    text: str
+    turns: tuple[Turn, ...] = ()
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids; without a template a conversation is the text of its turns."""
+        if self.turns and tokenizer.has_chat_template:
+            return tokenizer.chat(self.turns, add_generation_prompt=False)
+        return tokenizer.encode(self.text, add_special_tokens=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """Token sequences, each [tokens] int64: some to calibrate on, others to measure on."""
+
+    name: str
+    calibration: list[Tensor]
+    held_out: list[Tensor]
+
+
+def calibration_text(tokenizer: Tokenizer, file: Path | None = None) -> CalibrationText:
+    """The built-in text, or a UTF-8 file whose last quarter is held out."""
+    name = "builtin" if file is None else file.name
+    kept, held_out = builtin_passages() if file is None else file_passages(file)
+    parts = (
+        (kept, CALIBRATION_TOKENS, LEAST_CALIBRATION_TOKENS),
+        (held_out, HELD_OUT_TOKENS, LEAST_HELD_OUT_TOKENS),
+    )
+    taken = []
+    for passages, budget, least in parts:
+        sequences = encode(passages, tokenizer, budget)
+        tokens = sum(s.shape[0] for s in sequences)
+        if tokens < least:
+            raise UsageError(
+                f"--calib {file}: too short: one part has {tokens} tokens, {least} are needed "
+                "(three quarters are for calibration, the last is for measuring)"
+            )
+        taken.append(sequences)
+    return CalibrationText(name, *taken)
+
+
+def encode(passages: Sequence[Passage], tokenizer: Tokenizer, budget: int) -> list[Tensor]:
+    """Sequences of at most SEQUENCE_TOKENS, `budget` tokens in all, from a fixed random choice."""
+    order = list(passages)
+    random.Random(0).shuffle(order)
+    sequences = []
+    for passage in order:
+        ids = torch.tensor(passage.encode(tokenizer)[:budget], dtype=torch.int64)
+        sequences += [part for part in torch.split(ids, SEQUENCE_TOKENS) if part.shape[0] > 1]
+        budget -= ids.shape[0]
+        if budget <= 1:
+            break
+    return sequences
+
+
+def builtin_passages() -> tuple[list[Passage], list[Passage]]:
+    """The built-in text: three passages of each kind to calibrate on, then one to hold out."""
+    source = resources.files("quasar.quantization").joinpath("calibration.txt")
+    kept: list[Passage] = []
+    held_out: list[Passage] = []
+    seen: dict[str, int] = defaultdict(int)
+    for passage in parse_passages(source.read_text(encoding="utf-8")):
+        seen[passage.kind] += 1
+        (held_out if seen[passage.kind] % 4 == 2 else kept).append(passage)
+    return kept, held_out
+
+
+def parse_passages(text: str) -> list[Passage]:
+    """Passages begin with a line `=== kind`; in a chat, turns begin with a line `--- role`."""
+    passages = []
+    for block in ("\n" + text).split("\n=== ")[1:]:
+        kind, _, body = block.partition("\n")
+        turns = []
+        if kind == "chat":
+            for turn in ("\n" + body).split("\n--- ")[1:]:
+                role, _, content = turn.partition("\n")
+                turns.append({"role": role, "content": content.strip("\n")})
+            body = "\n\n".join(turn["content"] for turn in turns)
+        passages.append(Passage(kind, body.strip("\n"), tuple(turns)))
+    return passages
+
+
+def file_passages(file: Path) -> tuple[list[Passage], list[Passage]]:
+    """A user's text: every fourth passage is asked as a chat turn, the last quarter is held out."""
+    pieces = cut(read_text(file))
+    passages = [
+        Passage("file", piece, ({"role": "user", "content": piece},) if i % 4 == 3 else ())
+        for i, piece in enumerate(pieces)
+    ]
+    boundary = len(passages) - max(1, len(passages) // 4)
+    return passages[:boundary], passages[boundary:]
+
+
+def read_text(file: Path) -> str:
+    """The text of a calibration file; refuses what is missing, empty, huge or not text."""
+    try:
+        size = file.stat().st_size
+        if size > LARGEST_FILE:
+            raise UsageError(
+                f"--calib {file}: {size:,} bytes; give an excerpt of at most {LARGEST_FILE:,}"
+            )
+        text = file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"--calib {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--calib {file}: not UTF-8 text (byte {error.start})") from error
+    if "\0" in text:
+        raise UsageError(f"--calib {file}: binary, not text (it contains a NUL byte)")
+    if not text.strip():
+        raise UsageError(f"--calib {file}: empty")
+    return text
+
+
+def cut(text: str) -> list[str]:
+    """Pieces of about PASSAGE_CHARACTERS (fewer in a short text), cut after a line or a word."""
+    size = min(PASSAGE_CHARACTERS, max(1, len(text) // 4))
+    pieces, start = [], 0
+    while start < len(text):
+        end = min(start + size, len(text))
+        if end < len(text):
+            half = start + size // 2
+            end = text.rfind("\n", half, end) + 1 or text.rfind(" ", half, end) + 1 or end
+        pieces.append(text[start:end])
+        start = end
+    return [piece for piece in pieces if piece.strip()]
+
+
+class ChannelMaxima:
+    """Observes a layer: the largest |x| of each input channel, by group."""
+
+    def __init__(self) -> None:
+        self.absmax: dict[str, Tensor] = {}
+
+    def __call__(self, group: str, x: Tensor) -> None:
+        largest = x.abs().amax(dim=0)
+        known = self.absmax.get(group)
+        self.absmax[group] = largest if known is None else torch.maximum(known, largest)
+
+
+class RowSample:
+    """Observes a layer: evenly spaced rows of each sequence, by group, to measure errors on."""
+
+    def __init__(self, rows_a_sequence: int) -> None:
+        self.rows_a_sequence = rows_a_sequence
+        self._parts: dict[str, list[Tensor]] = defaultdict(list)
+
+    def __call__(self, group: str, x: Tensor) -> None:
+        step = max(1, x.shape[0] // self.rows_a_sequence)
+        self._parts[group].append(x[::step][: self.rows_a_sequence].clone())
+
+    def rows(self, group: str) -> Tensor:
+        """[rows, in] fp32."""
+        return torch.cat(self._parts[group])

@@ -1,0 +1,189 @@
+"""Checkpoint in, W8A8 checkpoint out: one layer in memory at a time, all or nothing.
+
+A recipe can be worse than plain round-to-nearest (SmoothQuant is on some models), so both are
+measured against BF16 on held-out text, and the better one is what the folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quasar.checkpoints.base import Checkpoint
+from quasar.checkpoints.writer import CheckpointWriter
+from quasar.errors import CheckpointError, UsageError
+from quasar.models.families import parse_config
+from quasar.models.layer import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LayerTensors,
+    check_model,
+    head_rows,
+    layer_prefix,
+    read_layer,
+)
+from quasar.quantization.calibrate import calibration_text
+from quasar.quantization.report import REPORT_FILE, Report, peak_memory
+from quasar.quantization.smooth import SMOOTHERS
+from quasar.quantization.trial import Trial, TrialResult
+from quasar.quantization.weights import QuantizedLayer
+from quasar.text.tokenizer import load_tokenizer
+
+GENERATION_FILE = "generation_config.json"
+
+log = logging.getLogger("quasar")
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with a stage's name, steps done and steps in all; what it raises stops the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """What to make of a checkpoint. Refuses what this version cannot do."""
+
+    scheme: str = "w8a8"
+    smooth: str = "smoothquant"
+    calibration: Path | None = None
+    """A UTF-8 text; None for the built-in one."""
+
+    def __post_init__(self) -> None:
+        for option, value, known in (
+            ("--scheme", self.scheme, ("w8a8",)),
+            ("--smooth", self.smooth, tuple(SMOOTHERS)),
+        ):
+            if value not in known:
+                raise UsageError(
+                    f"{option} {value} is not available in this version, "
+                    f"which has {' and '.join(known)}"
+                )
+
+
+def quantize(
+    checkpoint: Checkpoint,
+    out: Path,
+    options: QuantizeOptions | None = None,
+    progress: ProgressCallback | None = None,
+) -> Report:
+    """Write the W8A8 form of `checkpoint` to the folder `out`, with its report card.
+
+    Raises UsageError for options, a calibration file or a target folder that cannot be used, and
+    CheckpointError for the model's faults. Whatever is raised, also by `progress`, leaves nothing
+    behind.
+    """
+    run = _Run(checkpoint, options or QuantizeOptions(), progress or (lambda *_: None))
+    with CheckpointWriter(out) as writer:
+        result = run.write_recipe(writer)
+        if not result.recipe.kl > result.rtn.kl:
+            return run.finish(writer, result, run.options.smooth)
+    log.warning(
+        "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept instead",
+        *(run.options.smooth, result.recipe.kl, result.rtn.kl),
+    )
+    with CheckpointWriter(out) as writer:
+        run.write_plain(writer)
+        return run.finish(writer, result, "none")
+
+
+class _Run:
+    """One checkpoint on its way to one folder."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: QuantizeOptions, progress: ProgressCallback
+    ) -> None:
+        """Everything that can be refused about the input is refused here."""
+        self.started = time.perf_counter()
+        self.checkpoint, self.options, self.progress = checkpoint, options, progress
+        if checkpoint.quantization is not None:
+            raise CheckpointError(f"{checkpoint.path} is already quantised")
+        self.config = parse_config(checkpoint.config)
+        check_model(checkpoint, self.config)
+        self.tokenizer = load_tokenizer(checkpoint)
+        self.text = calibration_text(self.tokenizer, options.calibration)
+
+    def write_recipe(self, writer: CheckpointWriter) -> TrialResult:
+        """All tensors as the recipe makes them, and what that does to the model's predictions."""
+        trial = Trial(
+            self.config, self.options.smooth, self.text, self.checkpoint.tensor(EMBEDDING)
+        )
+        self._write(writer, "layers", trial.advance)
+        norm = self.checkpoint.tensor(FINAL_NORM).float()
+        head = head_rows(self.checkpoint, self.config)
+        return trial.result(norm, head, lambda done, all: self.progress("measuring", done, all))
+
+    def write_plain(self, writer: CheckpointWriter) -> None:
+        """All tensors by round-to-nearest."""
+        self._write(writer, "round-to-nearest", lambda _, tensors: QuantizedLayer.round(tensors))
+
+    def _write(
+        self,
+        writer: CheckpointWriter,
+        stage: str,
+        quantize_layer: Callable[[str, LayerTensors], QuantizedLayer],
+    ) -> None:
+        layers = self.config.layers
+        for index in range(layers):
+            self.progress(stage, index, layers)
+            prefix = layer_prefix(index)
+            layer = quantize_layer(prefix, read_layer(self.checkpoint, self.config, index))
+            for name, tensor in layer.stored():
+                writer.add(prefix + name, tensor)
+            self.checkpoint.release()
+        self.progress(stage, layers, layers)
+        # A tied head is the embedding and is not written twice.
+        for name in [EMBEDDING, FINAL_NORM] + [HEAD] * (not self.config.tied_embeddings):
+            writer.add(name, self.checkpoint.tensor(name))
+        self.checkpoint.release()
+
+    def finish(self, writer: CheckpointWriter, result: TrialResult, smooth: str) -> Report:
+        """Everything but the tensors; then the folder becomes visible."""
+        writer.add_json("config.json", folder_config(self.checkpoint))
+        self.tokenizer.save(writer.folder)
+        generation = json.loads((writer.folder / GENERATION_FILE).read_text(encoding="utf-8"))
+        writer.add_json(GENERATION_FILE, {**self.checkpoint.generation_config, **generation})
+        report = Report(
+            scheme=self.options.scheme,
+            smooth=smooth,
+            requested=self.options.smooth,
+            source=self.checkpoint.path.name,
+            source_sha256=self.checkpoint.fingerprint(),
+            text=self.text,
+            result=result,
+            seconds=time.perf_counter() - self.started,
+            peak_rss_bytes=peak_memory(),
+        )
+        writer.add_json(REPORT_FILE, report.to_json())
+        writer.commit()
+        return report
+
+
+def folder_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """config.json of the quantised folder.
+
+    Only fields that every release of compressed-tensors accepts: its classes forbid unknown ones.
+    """
+    config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
+    # GGUF does not name the class; transformers calls it so for every family supported here.
+    config.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])
+    symmetric = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**symmetric, "strategy": "channel", "dynamic": False},
+        "input_activations": {**symmetric, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return config | {
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group},
+        },
+    }

@@ -1,0 +1,123 @@
+"""Three models side by side on one text: BF16, a recipe, and plain round-to-nearest.
+
+All hidden states pass through one layer before the next is read, so a trial needs one layer in
+memory, and when the last layer is done the whole-model effect of the recipe is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quasar.kernels.reference import rms_norm
+from quasar.models.config import ModelConfig
+from quasar.models.layer import GROUPS, Layer, LayerTensors, Observer, unobserved
+from quasar.quantization.calibrate import CalibrationText, ChannelMaxima, RowSample
+from quasar.quantization.simulation import Fidelity, Int8Linear, compare, simulated
+from quasar.quantization.smooth import SMOOTHERS, Scales, fold, output_scales
+from quasar.quantization.weights import QuantizedLayer
+
+SAMPLED_ROWS = 32
+"""Rows of each held-out sequence on which the error of a linear is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearError:
+    """Relative error |quantised output - output| / |output| of one linear on held-out inputs."""
+
+    name: str
+    smoothed: bool
+    recipe: float
+    rtn: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """How the models predict the held-out text, and the error of every linear."""
+
+    bf16: Fidelity
+    recipe: Fidelity
+    rtn: Fidelity
+    errors: list[LinearError]
+
+
+class Trial:
+    """The texts on their way through the model.
+
+    The BF16 model's own activations are what a layer is calibrated on.
+    """
+
+    def __init__(
+        self, config: ModelConfig, smooth: str, text: CalibrationText, table: Tensor
+    ) -> None:
+        """table [vocab, hidden] bf16: the embedding."""
+        self.config = config
+        self.smoother = SMOOTHERS[smooth]
+        self.calibration = [table[ids].float() for ids in text.calibration]
+        self.bf16 = [table[ids].float() for ids in text.held_out]
+        self.recipe, self.rtn = list(self.bf16), list(self.bf16)
+        self.targets = torch.cat([ids[1:] for ids in text.held_out])
+        self.errors: list[LinearError] = []
+
+    def advance(self, prefix: str, tensors: LayerTensors) -> QuantizedLayer:
+        """Move every text through one layer; gives the layer as the recipe quantises it."""
+        maxima, sample = ChannelMaxima(), RowSample(SAMPLED_ROWS)
+        layer = Layer(self.config, tensors)
+        move(self.calibration, layer, maxima)
+        move(self.bf16, layer, sample)
+        plain = QuantizedLayer.round(tensors)
+        move(self.rtn, simulated(self.config, plain))
+        folded, scales = fold(
+            tensors, self.smoother(tensors, maxima.absmax, self.config), self.config
+        )
+        quantized = QuantizedLayer.round(folded) if scales else plain
+        move(self.recipe, simulated(self.config, quantized))
+        recipe = relative_errors(tensors, quantized, scales, sample, self.config)
+        rtn = relative_errors(tensors, plain, {}, sample, self.config)
+        smoothed = {name for group in scales for name in GROUPS[group]}
+        self.errors += [
+            LinearError(prefix + name, name in smoothed, recipe[name], rtn[name]) for name in rtn
+        ]
+        return quantized
+
+    def result(
+        self, norm: Tensor, head: Tensor, progress: Callable[[int, int], None]
+    ) -> TrialResult:
+        """After the last layer: final norm [hidden] fp32, head [vocab, hidden] bf16."""
+        eps = self.config.rms_norm_eps
+        outputs = [
+            torch.cat([rms_norm(hidden[:-1], norm, eps) for hidden in arm])
+            for arm in (self.bf16, self.recipe, self.rtn)
+        ]
+        bf16, recipe, rtn = compare(outputs, head, self.targets, progress)
+        return TrialResult(bf16, recipe, rtn, self.errors)
+
+
+def move(states: list[Tensor], layer: Layer, observe: Observer = unobserved) -> None:
+    """Replace the hidden states of each sequence by the layer's output."""
+    for index, hidden in enumerate(states):
+        states[index] = layer(hidden, observe)
+
+
+def relative_errors(
+    tensors: Mapping[str, Tensor],
+    layer: QuantizedLayer,
+    scales: Scales,
+    sample: RowSample,
+    config: ModelConfig,
+) -> dict[str, float]:
+    """By linear, in the units of the unsmoothed layer; biases are left out."""
+    outputs, errors = output_scales(scales, config), {}
+    for group, names in GROUPS.items():
+        rows = sample.rows(group)
+        inputs = rows / scales[group] if group in scales else rows
+        for name in names:
+            expected = F.linear(rows, tensors[f"{name}.weight"])
+            product = Int8Linear(replace(layer.linears[name], bias=None))(inputs)
+            difference = product * outputs.get(name, torch.ones(())) - expected
+            errors[name] = float(difference.norm() / expected.norm().clamp_min(1e-30))
+    return errors

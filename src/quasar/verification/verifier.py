@@ -1,0 +1,86 @@
+"""A verifier: a model in one precision that judges drafts in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quasar.cache import KVCache
+from quasar.checkpoints.base import Checkpoint
+from quasar.errors import UsageError
+from quasar.kernels.base import Backend, Buffer, DenseWeight, LinearWeight, RaggedBatch
+from quasar.models.config import ModelConfig
+from quasar.models.decoder import Decoder, load_decoder
+from quasar.models.families import parse_config
+from quasar.quantization.weights import quantize_head
+
+PRECISIONS = ("bf16", "w8a8")
+"""Verifiers by name; each is also a precision of the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Logits [rows, vocabulary] fp32 (valid until the next pass) and the hidden states asked for."""
+
+    logits: Buffer
+    hidden: list[Tensor]
+
+
+class Verifier:
+    """Borrows the sequences' cache; knows nothing of drafts beyond the shape of the batch."""
+
+    def __init__(self, decoder: Decoder, precision: str, head_precision: str) -> None:
+        self.decoder = decoder
+        self.precision = precision
+        self.head_precision = head_precision
+
+    @property
+    def backend(self) -> Backend:
+        return self.decoder.backend
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.decoder.config
+
+    def new_cache(self, tokens: int) -> KVCache:
+        return self.decoder.new_cache(tokens)
+
+    def verify(
+        self,
+        batch: RaggedBatch,
+        cache: KVCache,
+        rows: Tensor | None = None,
+        *,
+        layers: range | None = None,
+        hidden: Sequence[int] = (),
+    ) -> Verification:
+        """One pass. `rows` [n] int64 are those whose logits are wanted (default all).
+
+        `layers` runs a part of the model; `hidden` names layers whose output is kept.
+        """
+        x, states = self.decoder.run(batch, cache, layers, hidden)
+        return Verification(self.decoder.logits(x, batch.rows, rows), states)
+
+
+def load_verifier(
+    checkpoint: Checkpoint, precision: str, head_precision: str, backend: Backend
+) -> Verifier:
+    """Load a checkpoint as a verifier of this precision, which the file must hold."""
+    for name, value in (("verifier", precision), ("head", head_precision)):
+        if value not in PRECISIONS:
+            raise UsageError(f"--{name} {value} is unknown; it is one of {', '.join(PRECISIONS)}")
+    held = "bf16" if checkpoint.quantization is None else "w8a8"
+    if held != precision:
+        raise UsageError(
+            f"{checkpoint.path} holds {held} weights: --verifier {precision} needs others"
+        )
+
+    def head(weight: LinearWeight) -> LinearWeight:
+        if head_precision == "w8a8" and isinstance(weight, DenseWeight):
+            return quantize_head(weight.weight)
+        return weight
+
+    decoder = load_decoder(checkpoint, parse_config(checkpoint.config), backend, head)
+    return Verifier(decoder, precision, head_precision)
