@@ -88,7 +88,9 @@ class Vocabulary:
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         self._metadata = metadata
         self.where = where
-        self.model = self.get("model", str)
+        self.model = self.get("model", str, "")
+        if not self.model:
+            raise CheckpointError(f"{where}: tokenizer.ggml.model is missing")
         self.tokens: list[str] = self._strings("tokens")
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens) or not self.tokens:

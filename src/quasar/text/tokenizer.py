@@ -70,9 +70,10 @@ class Tokenizer:
         `add_special_tokens` adds BOS and EOS if the model wants them.
         """
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError:
             raise UsageError("the text holds lone surrogates, which no tokenizer accepts") from None
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         if ids and max(ids) >= self._limit:
             token = self._tokenizer.id_to_token(max(ids))
             raise UsageError(f"the text holds {token!r}, a token that the model does not have")
