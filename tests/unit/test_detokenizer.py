@@ -12,9 +12,11 @@ from tokenizers import decoders, models, normalizers
 from quasar.text.detokenizer import Detokenizer
 from quasar.text.tokenizer import Tokenizer
 
+NO_END: dict[str, list[int]] = {"eos_token_id": []}
+
 
 def byte_level() -> Tokenizer:
-    return Tokenizer(tiny_files.byte_level_tokenizer(), {}, frozenset(), 320)
+    return Tokenizer(tiny_files.byte_level_tokenizer(), {}, NO_END, 320)
 
 
 def sentencepiece() -> Tokenizer:
@@ -34,7 +36,7 @@ def sentencepiece() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return Tokenizer(tokenizer, {}, frozenset(), 320)
+    return Tokenizer(tokenizer, {}, NO_END, 320)
 
 
 TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece()}

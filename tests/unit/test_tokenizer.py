@@ -88,6 +88,14 @@ def test_saved_folder_loads_in_transformers(tokenizer: Tokenizer, tmp_path: Path
     assert set(GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id) == {0, 2}
 
 
+def test_saved_folder_keeps_the_sampling_defaults(tmp_path: Path) -> None:
+    folder = tiny_files.write_folder(tmp_path / "model")
+    tiny_files.write_json(folder / "generation_config.json", {"eos_token_id": 0, "top_k": 20})
+    load_tokenizer(open_checkpoint(folder)).save(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved == {"eos_token_id": [0, 2], "top_k": 20}
+
+
 def test_saved_folder_loads_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
     folder = tiny_files.write_folder(tmp_path / "again")
     tokenizer.save(folder)

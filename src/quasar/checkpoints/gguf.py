@@ -94,8 +94,8 @@ class GgufCheckpoint(Checkpoint):
         self._tensors = {_translated(n): info for n, info in self._file.tensors.items()}
         if len(self._tensors) != len(self._file.tensors):
             raise CheckpointError(f"{path}: two tensors translate to one name")
-        for name, info in self._tensors.items():
-            _check_kind(info.kind, f"{path}: tensor {name!r}")
+        for kind, name in {info.kind: name for name, info in self._tensors.items()}.items():
+            _check_kind(kind, f"{path}: tensor {name!r}")
         self._drop_tied_head()
         self.config = self._translate_config(metadata)
         self.generation_config: Mapping[str, Any] = {}

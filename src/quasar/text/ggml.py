@@ -3,7 +3,9 @@
 `gpt2` is byte-level BPE behind a pre-tokeniser named by `tokenizer.ggml.pre`; `llama` is
 SentencePiece BPE with byte fallback, its merges implied by the scores: of all neighbours whose
 concatenation is a piece, the one of the highest score merges first. No Unicode normalisation takes
-place, even where a model's tokenizer.json calls for NFC: llama.cpp does none.
+place, even where a model's tokenizer.json calls for NFC: llama.cpp does none. One difference is
+meant: llama.cpp recognises normal tokens that read like end tokens (`</s>` in Qwen's vocabulary) in
+any text; here the file's own token types count, as they do in the model's tokenizer.json.
 """
 
 from __future__ import annotations

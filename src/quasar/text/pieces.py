@@ -40,8 +40,10 @@ def token_pieces(tokenizer: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
     if kinds == ["ByteLevel"]:
         alphabet = byte_alphabet()
         for token, index in vocabulary.items():
-            known = all(character in alphabet for character in token)
-            pieces[index] = bytes(alphabet[c] for c in token) if known else token.encode()
+            try:
+                pieces[index] = bytes(map(alphabet.__getitem__, token))
+            except KeyError:
+                pieces[index] = token.encode()
     elif _is_sentencepiece(steps):
         fallback = "ByteFallback" in kinds
         for token, index in vocabulary.items():
