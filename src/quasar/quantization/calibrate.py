@@ -26,6 +26,8 @@ SEQUENCE_TOKENS = 512
 LEAST_CALIBRATION_TOKENS = 512
 LEAST_HELD_OUT_TOKENS = 128
 LARGEST_FILE = 32 * 2**20
+SAMPLED_ROWS = 32
+"""Inputs kept a held-out sequence, to measure the errors of linears on."""
 PASSAGE_CHARACTERS = 1500
 """A calibration file is cut into passages of this length: 300 to 400 tokens of English."""
 
@@ -164,29 +166,16 @@ def cut(text: str) -> list[str]:
     return [piece for piece in pieces if piece.strip()]
 
 
-class ChannelMaxima:
-    """Observes a layer: the largest |x| of each input channel, by group."""
-
-    def __init__(self) -> None:
-        self.absmax: dict[str, Tensor] = {}
+class ChannelMaxima(dict[str, Tensor]):
+    """Observes one sequence in a layer: by group, the largest |x| of each input channel [in]."""
 
     def __call__(self, group: str, x: Tensor) -> None:
-        largest = x.abs().amax(dim=0)
-        known = self.absmax.get(group)
-        self.absmax[group] = largest if known is None else torch.maximum(known, largest)
+        self[group] = x.abs().amax(dim=0)
 
 
-class RowSample:
-    """Observes a layer: evenly spaced rows of each sequence, by group, to measure errors on."""
-
-    def __init__(self, rows_a_sequence: int) -> None:
-        self.rows_a_sequence = rows_a_sequence
-        self._parts: dict[str, list[Tensor]] = defaultdict(list)
+class SampledRows(dict[str, Tensor]):
+    """Observes one sequence in a layer: by group, evenly spaced rows of the input [rows, in]."""
 
     def __call__(self, group: str, x: Tensor) -> None:
-        step = max(1, x.shape[0] // self.rows_a_sequence)
-        self._parts[group].append(x[::step][: self.rows_a_sequence].clone())
-
-    def rows(self, group: str) -> Tensor:
-        """[rows, in] fp32."""
-        return torch.cat(self._parts[group])
+        step = max(1, x.shape[0] // SAMPLED_ROWS)
+        self[group] = x[::step][:SAMPLED_ROWS].clone()

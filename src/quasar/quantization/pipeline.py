@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from quasar.models.layer import (
 from quasar.quantization.calibrate import calibration_text
 from quasar.quantization.report import REPORT_FILE, Report, peak_memory
 from quasar.quantization.smooth import SMOOTHERS
-from quasar.quantization.trial import Trial, TrialResult
+from quasar.quantization.trial import Trial, TrialResult, workers
 from quasar.quantization.weights import QuantizedLayer
 from quasar.text.tokenizer import load_tokenizer
 
@@ -108,13 +109,14 @@ class _Run:
 
     def write_recipe(self, writer: CheckpointWriter) -> TrialResult:
         """All tensors as the recipe makes them, and what that does to the model's predictions."""
-        trial = Trial(
-            self.config, self.options.smooth, self.text, self.checkpoint.tensor(EMBEDDING)
-        )
-        self._write(writer, "layers", trial.advance)
-        norm = self.checkpoint.tensor(FINAL_NORM).float()
-        head = head_rows(self.checkpoint, self.config)
-        return trial.result(norm, head, lambda done, all: self.progress("measuring", done, all))
+        with workers() as pool:
+            table = self.checkpoint.tensor(EMBEDDING)
+            trial = Trial(self.config, self.options.smooth, self.text, table, pool)
+            del table
+            self._write(writer, "layers", trial.advance)
+            norm = self.checkpoint.tensor(FINAL_NORM).float()
+            head = head_rows(self.checkpoint, self.config)
+            return trial.result(norm, head, partial(self.progress, "measuring"))
 
     def write_plain(self, writer: CheckpointWriter) -> None:
         """All tensors by round-to-nearest."""
