@@ -9,36 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import VOCABULARY, write_tokenizer
+
 import tiny
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-
 from quasar.cli.main import main
-
-VOCABULARY = 258
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
-    """One token a byte, then <s> and </s>."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "</s>", "chat_template": template}
-    config = {name: value for name, value in config.items() if value is not None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama in BF16."""
-    folder = tiny.write_folder(tmp_path_factory.mktemp("m") / "model", "llama", vocab_size=VOCABULARY)
+    folder = tiny.write_folder(
+        tmp_path_factory.mktemp("m") / "model", "llama", vocab_size=VOCABULARY
+    )
     write_tokenizer(folder)
     return folder
 
@@ -55,7 +37,9 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untemplated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The BF16 llama without a chat template."""
-    folder = tiny.write_folder(tmp_path_factory.mktemp("m") / "plain", "llama", vocab_size=VOCABULARY)
+    folder = tiny.write_folder(
+        tmp_path_factory.mktemp("m") / "plain", "llama", vocab_size=VOCABULARY
+    )
     write_tokenizer(folder, template=None)
     return folder
 

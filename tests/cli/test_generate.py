@@ -7,14 +7,31 @@ import sys
 
 import pytest
 
-FIELDS = set(
-    "model verifier drafter isa threads prompt_tokens completion_tokens text token_ids "
-    "finish_reason seed prefill_seconds decode_seconds decode_tokens_per_second verify_passes "
-    "mean_acceptance_length mean_acceptance_length_drafted draft_tokens accepted_tokens "
-    "draft_acceptance_rate peak_rss_bytes".split()
-)
+FIELDS = {
+    "model",
+    "verifier",
+    "drafter",
+    "isa",
+    "threads",
+    "prompt_tokens",
+    "completion_tokens",
+    "text",
+    "token_ids",
+    "finish_reason",
+    "seed",
+    "prefill_seconds",
+    "decode_seconds",
+    "decode_tokens_per_second",
+    "verify_passes",
+    "mean_acceptance_length",
+    "mean_acceptance_length_drafted",
+    "draft_tokens",
+    "accepted_tokens",
+    "draft_acceptance_rate",
+    "peak_rss_bytes",
+}
 PROMPT = ("-p", "ab ab ab ab ab")
-BF16 = ("--verifier", "bf16")
+BF16 = ("--verifier", "bf16", "--threads", "1")
 
 
 def test_json_is_one_object_with_every_field(quasar, model):

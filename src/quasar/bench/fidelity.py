@@ -1,4 +1,4 @@
-"""How faithful a verifier is to another: both see the same tokens, and what they expect is compared.
+"""How faithful a verifier is to another: both read the same tokens, their forecasts are compared.
 
 With p of the reference, q of the candidate and x the token that really follows, over N positions:
 perplexity = exp(-mean log q(x)), KL = mean sum p (log p - log q), and top-1 is the share of

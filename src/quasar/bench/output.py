@@ -16,15 +16,15 @@ from quasar.bench.runner import Answer
 from quasar.errors import UsageError
 
 
-def check_writable(path: Path) -> None:
+def check_writable(option: str, path: Path) -> None:
     """Refuse before the work what could not be written after it."""
     if path.is_dir():
-        raise UsageError(f"{path}: is a folder, a file is wanted")
+        raise UsageError(f"{option} {path}: is a folder, a file is wanted")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise UsageError(f"{path}: there is no folder {folder}")
+        raise UsageError(f"{option} {path}: there is no folder {folder}")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"{path}: the folder is not writable")
+        raise UsageError(f"{option} {path}: the folder is not writable")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -7,8 +7,9 @@ rates R_p, all measured in the same run,
     limit = max(B / W, sum over p of A_p / R_p).
 
 A_p counts the linears and the head for all M rows, each in its own precision; the two products of
-attention, over the C + i + 1 tokens that row i sees, count as BF16, in which K and V are stored. The embedding's M rows and the activations are left out: they make the limit only
-smaller. A share above 1 means that weights were found in a cache that the bandwidth does not know.
+attention, over the C + i + 1 tokens that row i sees, count as BF16, as K and V are stored. The
+embedding's M rows and the activations are left out: they make the limit only smaller. A share above
+1 means that weights were found in a cache that the bandwidth does not know.
 
 The machine's neighbours move its bandwidth from second to second. So all row counts, contexts and
 verifiers take turns in each round, the median of the rounds counts, and the peaks are the best of

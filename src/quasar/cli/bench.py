@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
 def _check_outputs(args: argparse.Namespace) -> None:
     from quasar.bench.output import check_writable
 
-    for path in (args.json, args.html):
+    for option, path in (("--json", args.json), ("--html", args.html)):
         if path is not None:
-            check_writable(path)
+            check_writable(option, path)
     if args.out_dir is not None:
         if args.out_dir.exists() and not args.out_dir.is_dir():
             raise UsageError(f"--out-dir {args.out_dir} is a file")

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{model.name} has no chat template: use `quasar generate --raw`")
     context = min(args.context, model.config.context_length)
     engine = load_engine(model, args, context)
-    Chat(engine, model.tokenizer, params, context, args.system).loop()
+    interactive = sys.stdin.isatty()
+    Chat(engine, model.tokenizer, params, context, interactive, args.system).loop()
     return 0
 
 
@@ -71,15 +72,15 @@ class Chat:
     tokenizer: Tokenizer
     params: SamplingParams
     context: int
+    interactive: bool
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
     answers: list[GenerationStats] = field(default_factory=list)
 
     def loop(self) -> None:
-        interactive = sys.stdin.isatty()
-        if interactive:
+        if self.interactive:
             terminal.note("/help lists the commands")
-        for line in typed_lines(interactive):
+        for line in typed_lines(self.interactive):
             if line == "/quit":
                 return
             try:
@@ -110,7 +111,7 @@ class Chat:
         asked = [*self.turns, {"role": "user", "content": question}]
         prompt, room = self.prompt(asked)
         params = replace(self.params, max_tokens=min(self.params.max_tokens, room))
-        with interruptible() as interrupted:
+        with interruptible() if self.interactive else nullcontext(bool) as interrupted:
             completion = follow(
                 self.engine,
                 prompt,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from quasar.cli.parts import options, terminal
@@ -67,18 +66,18 @@ def describe(model: Model) -> dict[str, Any]:
 
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Whether linears are INT8, and how many tensors there are by what they are."""
-    kinds = Counter(
-        "int8 weights"
-        if f"{name}_scale" in names
-        else "scales"
-        if name.endswith("_scale")
-        else "bf16"
-        for names in [set(checkpoint.names())]
-        for name in names
-    )
-    scheme = "none" if checkpoint.quantization is None else "w8a8"
-    return {"scheme": scheme, "tensors": dict(sorted(kinds.items()))}
+    """What is quantised how, and what a quantised folder says it was made from."""
+    if checkpoint.quantization is None:
+        return {"scheme": None}
+    report = checkpoint.path / "quantization_report.json"
+    source = json.loads(report.read_text())["source"] if report.exists() else None
+    return {
+        "scheme": "w8a8",
+        "weights": "int8, a scale a row",
+        "activations": "int8, a scale a token",
+        "kept_in_bf16": ["embedding", "norms", *checkpoint.quantization.get("ignore", [])],
+        "source": source,
+    }
 
 
 def files(checkpoint: Checkpoint) -> dict[str, int]:
@@ -121,6 +120,10 @@ def page(content: dict[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {_shown(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "none"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,116 @@
+"""`quasar evaluate`, over texts and over answers."""
+
+from __future__ import annotations
+
+import pytest
+from byte_tokenizer import write_tokenizer
+
+import tiny
+
+FIELDS = {
+    "name",
+    "tokens",
+    "perplexity",
+    "reference_perplexity",
+    "kl",
+    "top1",
+    "top1_without_near_ties",
+}
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog. " * 6)
+    return file
+
+
+def test_text(quasar, model, quantized, text):
+    reference, candidate = f"{model}+bf16", f"{quantized}+w8a8"
+    arguments = ("--text", text, "--max-tokens", 100, "--json")
+    result = quasar("evaluate", reference, candidate, reference, *arguments)
+    assert result.code == 0 and result.out.count("\n") == 1
+    content = result.json
+    assert content["reference"] == reference
+    other, same = content["candidates"]
+    assert other.keys() == FIELDS and (other["name"], same["name"]) == (candidate, reference)
+    assert other["tokens"] == 99 + 99 + 69
+    assert same["kl"] == 0.0 and same["top1"] == 1.0
+    assert same["perplexity"] == same["reference_perplexity"] == other["reference_perplexity"]
+    assert 0 < other["kl"] < 1 and 0.5 < other["top1"] <= other["top1_without_near_ties"]
+
+
+def test_limit_takes_the_first_windows(quasar, model, text):
+    name = f"{model}+bf16"
+    arguments = ("--text", text, "--max-tokens", 100, "--limit", 1, "--json")
+    assert quasar("evaluate", name, name, *arguments).json["candidates"][0]["tokens"] == 99
+
+
+def test_answers_of_the_reference(quasar, model, quantized, questions):
+    arguments = ("--prompts", questions, "--limit", 3, "--max-tokens", 20, "--json")
+    result = quasar("evaluate", f"{model}+bf16", f"{quantized}+w8a8", f"{model}+bf16", *arguments)
+    other, same = result.json["candidates"]
+    assert 3 <= other["tokens"] == same["tokens"] <= 60
+    # The reference's own greedy answers: it prefers each of their tokens.
+    assert same["top1"] == 1.0
+    assert other["reference_perplexity"] < other["perplexity"] * 1.5
+
+
+def test_head_is_the_candidates(quasar, model, text):
+    name = f"{model}+bf16"
+    result = quasar("evaluate", name, name, "--text", text, "--head", "w8a8", "--json")
+    assert result.json["candidates"][0]["kl"] > 0
+
+
+def test_table(quasar, model, text):
+    name = f"{model}+bf16"
+    result = quasar("evaluate", name, name, "--text", text)
+    assert result.code == 0 and "top-1" in result.out and "100.00%" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (("m+bf16", "m+bf16"), 2, "--text --prompts"),
+        (("m+bf16", "--text", "t"), 2, "CANDIDATE"),
+        (("m+bf16", "m", "--text", "t"), 2, "MODEL+VERIFIER"),
+        (("m+bf16", "m+", "--text", "t"), 2, "MODEL+VERIFIER"),
+        (("m+bf16", "m+w9", "--text", "t"), 2, "w9"),
+        (("m+bf16", "m+bf16", "--text", "t", "--limit", "0"), 2, "--limit"),
+        (("m+bf16", "m+bf16", "--text", "t", "--max-tokens", "-1"), 2, "--max-tokens"),
+        (("m+bf16", "m+bf16", "--text", "t", "--prompts", "p"), 2, "not allowed"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_bad_usage(arguments, code, named, quasar):
+    result = quasar("evaluate", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert named in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "code", "named"),
+    [
+        (b"\xff", (), 1, "not UTF-8"),
+        (b"", (), 1, "too short"),
+        (b"a", (), 1, "too short"),
+        (None, (), 1, "text.txt"),
+        (b"some text", ("--max-tokens", "1"), 1, "windows of 1"),
+        (b"some text", ("--max-tokens", "513"), 2, "context holds 512"),
+    ],
+    ids=str,
+)
+def test_bad_texts(content, options, code, named, quasar, model, tmp_path):
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+    name = f"{model}+bf16"
+    result = quasar("evaluate", name, name, "--text", file, *options)
+    assert (result.code, result.out) == (code, "") and named in result.err
+
+
+def test_vocabularies_must_agree(quasar, model, tmp_path, text):
+    other = tiny.write_folder(tmp_path / "other", "llama", vocab_size=300)
+    write_tokenizer(other)
+    result = quasar("evaluate", f"{model}+bf16", f"{other}+bf16", "--text", text)
+    assert (result.code, result.out) == (2, "") and "different vocabularies" in result.err

@@ -1,0 +1,133 @@
+"""`quasar info` and `quasar doctor`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import tiny
+from quasar.bench import machine, passes
+
+
+def test_info_of_a_model(quasar, model):
+    content = quasar("info", model, "--json").json
+    tensors = tiny.random_tensors(tiny.LLAMA | {"vocab_size": 258})
+    assert content["family"] == "llama" and content["context"] == 512
+    assert content["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+    assert content["quantization"] == {"scheme": None}
+    assert content["files"]["model.safetensors"] == (model / "model.safetensors").stat().st_size
+    assert content["tokenizer"] == {"tokens": 258, "end_ids": [257], "chat_template": True}
+    assert set(content["verifiers"]) == {"bf16", "w8a8"}
+    assert content["kv_bytes_per_1000_tokens"] == 1000 * 2 * 2 * 2 * 24
+
+
+def test_info_estimates_what_loading_takes(quasar, model, quantized):
+    from quasar.loading import load_model
+
+    for folder, name in ((model, "bf16"), (quantized, "w8a8")):
+        decoder = load_model(str(folder), name).verifier.decoder
+        estimate = quasar("info", folder, "--json").json["verifiers"][name]["weight_bytes"]
+        norms = 4 * 48 * (2 * len(decoder.layers) + 1)
+        taken = decoder.pass_bytes() + decoder.embedding.nbytes + norms
+        # Packed layouts pad to whole blocks, much in a model this small.
+        assert estimate <= taken * 1.01 and taken <= estimate * 1.35
+
+
+def test_info_of_a_quantized_folder(quasar, quantized):
+    content = quasar("info", quantized, "--json").json
+    assert content["quantization"]["scheme"] == "w8a8"
+    assert content["quantization"]["kept_in_bf16"] == ["embedding", "norms", "lm_head"]
+    assert content["quantization"]["source"] is None
+    assert list(content["verifiers"]) == ["w8a8"]
+
+
+def test_info_reads_no_weights(quasar, model, monkeypatch):
+    from quasar.checkpoints import hf
+
+    def refuse(self, name):
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(hf.SafetensorsCheckpoint, "tensor", refuse)
+    result = quasar("info", model)
+    assert result.code == 0 and "llama" in result.out and "memory, w8a8" in result.out
+
+
+def test_doctor_alone(quasar, monkeypatch):
+    monkeypatch.setattr(passes, "PEAK_SECONDS", 0.001)
+    content = quasar("doctor", "--threads", 1, "--json").json
+    assert content.keys() >= {
+        "isa",
+        "threads",
+        "kernels",
+        "read_bandwidth_gbps",
+        "int8_gmacs",
+        "bf16_gmacs",
+        "versions",
+    }
+    assert content["threads"] == 1 and content["read_bandwidth_gbps"] > 0
+    assert any("omp" in path for path in content["openmp_runtimes"])
+    assert "passes" not in content
+
+
+def test_doctor_says_why_the_native_kernels_are_not_used(quasar, monkeypatch):
+    monkeypatch.setattr(passes, "PEAK_SECONDS", 0.001)
+    monkeypatch.setenv("QUASAR_ISA", "reference")
+    result = quasar("doctor", "--json")
+    assert result.json["kernels"]["backend"] == "reference"
+    assert result.json["kernels"]["declined"]["cpu"]
+    assert "declined" in result.err
+    monkeypatch.setenv("QUASAR_ISA", "mmx")
+    refused = quasar("doctor")
+    assert (refused.code, refused.out) == (2, "") and "QUASAR_ISA" in refused.err
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(passes, "PEAK_SECONDS", 0.001)
+    monkeypatch.setattr(passes, "ROUNDS", 2)
+
+
+def test_doctor_times_what_the_model_can_be(quasar, quantized, quick):
+    result = quasar("doctor", quantized, "--json")
+    assert result.code == 0
+    content = result.json
+    assert {entry["verifier"] for entry in content["passes"]} == {"w8a8"}
+    assert [(entry["context"], entry["rows"]) for entry in content["passes"]] == [
+        (context, rows) for context in (128, 480) for rows in passes.ROWS
+    ]
+    assert content["prefill"][0]["verifier"] == "w8a8"
+    assert json.loads(result.out) == content
+
+
+def test_doctor_page(quasar, quantized, quick):
+    result = quasar("doctor", quantized)
+    assert result.code == 0
+    assert "share of limit" in result.out and "GMAC/s" in result.out
+
+
+def test_openmp_runtimes_by_name():
+    found = [
+        path
+        for path in (
+            "/a/libgomp.so.1",
+            "/a/libgomp-a34b3233.so.1.0.0",
+            "/a/libomp.so",
+            "/a/libiomp5.so",
+            "/a/libcompiler.so",
+            "/a/libgompx.so",
+        )
+        if machine.OPENMP.search(path)
+    ]
+    assert [path.split("/")[-1] for path in found] == [
+        "libgomp.so.1",
+        "libgomp-a34b3233.so.1.0.0",
+        "libomp.so",
+        "libiomp5.so",
+    ]
+
+
+def test_peak_memory_grows_with_use():
+    before = machine.peak_rss_bytes()
+    held = bytearray(b"x") * (before + (64 << 20))
+    assert machine.peak_rss_bytes() >= len(held)
