@@ -59,8 +59,13 @@ class CalibrationText:
     held_out: list[Tensor]
 
 
-def calibration_text(tokenizer: Tokenizer, file: Path | None = None) -> CalibrationText:
-    """The built-in text, or a UTF-8 file whose last quarter is held out."""
+def calibration_text(
+    tokenizer: Tokenizer, file: Path | None = None, longest: int = SEQUENCE_TOKENS
+) -> CalibrationText:
+    """The built-in text, or a UTF-8 file whose last quarter is held out.
+
+    No sequence is longer than `longest` tokens. Raises UsageError for a file that cannot serve.
+    """
     name = "builtin" if file is None else file.name
     kept, held_out = builtin_passages() if file is None else file_passages(file)
     parts = (
@@ -69,7 +74,7 @@ def calibration_text(tokenizer: Tokenizer, file: Path | None = None) -> Calibrat
     )
     taken = []
     for passages, budget, least in parts:
-        sequences = encode(passages, tokenizer, budget)
+        sequences = encode(passages, tokenizer, budget, longest)
         tokens = sum(s.shape[0] for s in sequences)
         if tokens < least:
             raise UsageError(
@@ -80,14 +85,16 @@ def calibration_text(tokenizer: Tokenizer, file: Path | None = None) -> Calibrat
     return CalibrationText(name, *taken)
 
 
-def encode(passages: Sequence[Passage], tokenizer: Tokenizer, budget: int) -> list[Tensor]:
-    """Sequences of at most SEQUENCE_TOKENS, `budget` tokens in all, from a fixed random choice."""
+def encode(
+    passages: Sequence[Passage], tokenizer: Tokenizer, budget: int, longest: int
+) -> list[Tensor]:
+    """Sequences of 2 to `longest` tokens, `budget` in all, from a fixed random choice."""
     order = list(passages)
     random.Random(0).shuffle(order)
     sequences = []
     for passage in order:
         ids = torch.tensor(passage.encode(tokenizer)[:budget], dtype=torch.int64)
-        sequences += [part for part in torch.split(ids, SEQUENCE_TOKENS) if part.shape[0] > 1]
+        sequences += [part for part in torch.split(ids, longest) if part.shape[0] > 1]
         budget -= ids.shape[0]
         if budget <= 1:
             break

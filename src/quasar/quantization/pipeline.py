@@ -29,7 +29,7 @@ from quasar.models.layer import (
     layer_prefix,
     read_layer,
 )
-from quasar.quantization.calibrate import calibration_text
+from quasar.quantization.calibrate import SEQUENCE_TOKENS, calibration_text
 from quasar.quantization.report import REPORT_FILE, Report, peak_memory
 from quasar.quantization.smooth import SMOOTHERS
 from quasar.quantization.trial import Trial, TrialResult, workers
@@ -80,7 +80,7 @@ def quantize(
     run = _Run(checkpoint, options or QuantizeOptions(), progress or (lambda *_: None))
     with CheckpointWriter(out) as writer:
         result = run.write_recipe(writer)
-        if not result.recipe.kl > result.rtn.kl:
+        if result.recipe.kl <= result.rtn.kl:
             return run.finish(writer, result, run.options.smooth)
     log.warning(
         "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept instead",
@@ -105,7 +105,8 @@ class _Run:
         self.config = parse_config(checkpoint.config)
         check_model(checkpoint, self.config)
         self.tokenizer = load_tokenizer(checkpoint)
-        self.text = calibration_text(self.tokenizer, options.calibration)
+        longest = min(SEQUENCE_TOKENS, self.config.context_length)
+        self.text = calibration_text(self.tokenizer, options.calibration, longest)
 
     def write_recipe(self, writer: CheckpointWriter) -> TrialResult:
         """All tensors as the recipe makes them, and what that does to the model's predictions."""
