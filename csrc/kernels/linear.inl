@@ -20,10 +20,10 @@
 constexpr int kTileRows = 14;
 constexpr int64_t kBlock = 32;        // outputs a block
 constexpr int64_t kStepBytes = 128;   // weights of a block a step
-constexpr int64_t kPageRows = 8;      // up to so many rows Ahead::kPage is the better way
-constexpr int64_t kFetchBytes = 6144;  // how far ahead a single tile fetches
-constexpr int64_t kGroupTiles = 8;    // tiles that a unit of work takes over one block
-constexpr int64_t kPrivateBytes = 32 << 10;  // rows up to this size are prepared by each thread
+constexpr int64_t kHalfRows = 4;      // up to so many rows every second line is fetched
+constexpr int64_t kGroupBytes = 576 << 10;   // rows that visit the blocks together
+constexpr int64_t kStartBytes = 8 << 10;     // weights fetched before the rows are prepared
+constexpr int64_t kPrivateBytes = 16 << 10;  // rows up to this size are prepared by each thread
 constexpr int kLanes = 64;
 
 template <class P>
@@ -36,18 +36,22 @@ static int64_t steps_of(int64_t in_features) {
 struct Rows {
   int32_t* values;  // tile after tile, each [steps][rows of the tile]
   float* scale;     // [rows]
+  float* inverse;   // [rows], 1 / rms
+  float* factor;    // [rows]
   int32_t* start;   // [rows], where the sums start
   int64_t rows, steps, tiles;
 
   static size_t bytes(int64_t rows, int64_t steps) {
-    return (size_t)(rows * (steps * 4 + 8) + 64);
+    return (size_t)(rows * (steps + 4) * 4 + 64);
   }
 
   Rows(void* memory, int64_t rows, int64_t steps)
       : rows(rows), steps(steps), tiles((rows + kTileRows - 1) / kTileRows) {
     values = (int32_t*)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     scale = (float*)(values + rows * steps);
-    start = (int32_t*)(scale + rows);
+    inverse = scale + rows;
+    factor = inverse + rows;
+    start = (int32_t*)(factor + rows);
   }
 
   int64_t first(int64_t tile) const { return rows * tile / tiles; }
@@ -62,19 +66,70 @@ struct Input {
   int64_t rows, count;
 };
 
+// A row's scale: needs the whole row.
 template <class P>
-static void prepare_row(const Input& input, const Rows& rows, int64_t m) {
+static void measure_row(const Input& input, const Rows& rows, int64_t m) {
+  const float* x = input.x + m * input.count;
+  rows.start[m] = 0;
+  if (input.norm) {
+    rows.inverse[m] = inverse_rms(x, input.count, input.eps);
+    const RowSource<true> row{x, input.norm, rows.inverse[m]};
+    rows.factor[m] = P::factor(row, input.count, rows.scale + m);
+  } else {
+    rows.factor[m] = P::factor(RowSource<false>{x, nullptr, 1.0f}, input.count, rows.scale + m);
+  }
+}
+
+// The inputs begin..end-1 of a measured row.
+template <class P>
+static void encode_row(const Input& input, const Rows& rows, int64_t m, int64_t begin,
+                       int64_t end) {
   const int64_t tile = rows.tile_of(m), first = rows.first(tile);
   const int64_t stride = rows.first(tile + 1) - first;
   const float* x = input.x + m * input.count;
+  const float factor = rows.factor[m];
   int32_t* values = rows.values + first * rows.steps + (m - first);
-  if (input.norm) {
-    const RowSource<true> row(x, input.norm, input.eps, input.count);
-    P::prepare(row, values, stride, rows.scale + m, rows.start + m);
-  } else {
-    const RowSource<false> row(x, nullptr, 0.0f, input.count);
-    P::prepare(row, values, stride, rows.scale + m, rows.start + m);
+  int32_t start;
+  if (input.norm)
+    start = P::encode(RowSource<true>{x, input.norm, rows.inverse[m]}, factor, begin, end, values,
+                      stride);
+  else
+    start = P::encode(RowSource<false>{x, nullptr, 1.0f}, factor, begin, end, values, stride);
+  __atomic_fetch_add(rows.start + m, start, __ATOMIC_RELAXED);
+}
+
+template <class P>
+static void prepare_rows(const Input& input, const Rows& rows, int64_t begin, int64_t end) {
+  for (int64_t m = begin; m < end; ++m) {
+    measure_row<P>(input, rows, m);
+    encode_row<P>(input, rows, m, 0, input.count);
   }
+}
+
+// The rows of a tile share cache lines: with many tiles a thread prepares whole ones, with few it
+// measures some rows, then encodes some inputs of all rows.
+template <class P>
+static void prepare_together(const Input& input, const Rows& rows, int threads) {
+  constexpr int64_t kColumns = 256;
+  Queue tiles, measured, encoded;
+  if (rows.tiles >= 4 * threads) {
+    parallel(threads, [&](int32_t) {
+      tiles.each(rows.tiles, [&](int64_t tile) {
+        prepare_rows<P>(input, rows, rows.first(tile), rows.first(tile + 1));
+      });
+    });
+    return;
+  }
+  parallel(threads, [&](int32_t) {
+    measured.each(rows.rows, [&](int64_t m) { measure_row<P>(input, rows, m); });
+  });
+  parallel(threads, [&](int32_t) {
+    encoded.each((input.count + kColumns - 1) / kColumns, [&](int64_t part) {
+      const int64_t begin = part * kColumns;
+      const int64_t end = begin + kColumns < input.count ? begin + kColumns : input.count;
+      for (int64_t m = 0; m < rows.rows; ++m) encode_row<P>(input, rows, m, begin, end);
+    });
+  });
 }
 
 // ---- The tile -------------------------------------------------------------------------------
@@ -111,31 +166,22 @@ struct Sums<P, 0> {
   inline void store(float*) const {}
 };
 
-// What a tile fetches ahead. kPage: the first eight lines of the following page, one every fourth
-// step, into L1: the hardware follows a stream by itself, but stops at the end of a page. kLines:
-// into L2, two lines a step, at `next` and `next` + second, moved by `stride`.
-enum class Ahead { kPage, kLines };
-
+// A tile fetches two lines a step into L2: `next` and `next` + second, moved by `stride`.
 struct Fetch {
   const char* next;
   int64_t stride, second;
 };
 
-template <class P, int R, Ahead kAhead>
+template <class P, int R>
 static void multiply_tile(const char* weight, int64_t steps, const int32_t* values,
                           const int32_t* start, Fetch fetch, float* sums) {
   Sums<P, R> tile;
   tile.begin(start);
   const char* const end = weight + steps * kStepBytes;
   do {
-    if constexpr (kAhead == Ahead::kPage) {
-      const uintptr_t at = (uintptr_t)weight;
-      _mm_prefetch((const char*)((at | 4095) + 1 + ((at & 4095) / 8 & ~(uintptr_t)63)), _MM_HINT_T0);
-    } else {
-      _mm_prefetch(fetch.next, _MM_HINT_T1);
-      _mm_prefetch(fetch.next + fetch.second, _MM_HINT_T1);
-      fetch.next += fetch.stride;
-    }
+    _mm_prefetch(fetch.next, _MM_HINT_T1);
+    _mm_prefetch(fetch.next + fetch.second, _MM_HINT_T1);
+    fetch.next += fetch.stride;
     tile.add(_mm512_load_si512(weight), _mm512_load_si512(weight + 64), values);
     weight += kStepBytes;
     values += R;
@@ -146,20 +192,21 @@ static void multiply_tile(const char* weight, int64_t steps, const int32_t* valu
 template <class P>
 using Multiply = void (*)(const char*, int64_t, const int32_t*, const int32_t*, Fetch, float*);
 
-template <class P, Ahead kAhead>
+template <class P>
 static Multiply<P> multiply_for(int64_t rows) {
   static constexpr Multiply<P> table[kTileRows] = {
-      multiply_tile<P, 1, kAhead>,  multiply_tile<P, 2, kAhead>,  multiply_tile<P, 3, kAhead>,
-      multiply_tile<P, 4, kAhead>,  multiply_tile<P, 5, kAhead>,  multiply_tile<P, 6, kAhead>,
-      multiply_tile<P, 7, kAhead>,  multiply_tile<P, 8, kAhead>,  multiply_tile<P, 9, kAhead>,
-      multiply_tile<P, 10, kAhead>, multiply_tile<P, 11, kAhead>, multiply_tile<P, 12, kAhead>,
-      multiply_tile<P, 13, kAhead>, multiply_tile<P, 14, kAhead>};
+      multiply_tile<P, 1>,  multiply_tile<P, 2>,  multiply_tile<P, 3>,  multiply_tile<P, 4>,
+      multiply_tile<P, 5>,  multiply_tile<P, 6>,  multiply_tile<P, 7>,  multiply_tile<P, 8>,
+      multiply_tile<P, 9>,  multiply_tile<P, 10>, multiply_tile<P, 11>, multiply_tile<P, 12>,
+      multiply_tile<P, 13>, multiply_tile<P, 14>};
   return table[rows - 1];
 }
 
-static Fetch fetch_for(const char* weight, int64_t steps, int64_t tile, int64_t tiles) {
-  if (tiles == 1) return {weight + kFetchBytes, kStepBytes, 64};
-  if (tile < 2) return {weight + steps * (kStepBytes + 64 * tile), 64, 0};
+// `visit`: how many tiles have been at this block before.
+static Fetch fetch_for(const char* weight, const Rows& rows, int64_t visit) {
+  if (rows.rows <= kHalfRows) return {weight + 4096, kStepBytes, 0};
+  if (rows.tiles == 1) return {weight + 6144, kStepBytes, 64};
+  if (visit < 2) return {weight + rows.steps * (kStepBytes + 64 * visit), 64, 0};
   return {weight, 0, 0};
 }
 
@@ -167,28 +214,37 @@ static Fetch fetch_for(const char* weight, int64_t steps, int64_t tile, int64_t 
 
 enum class Result { kStore, kAdd, kGated };
 
+// Masked stores hold up the loads behind them (Zen 4), so only a ragged end uses them.
+template <bool kAdd>
+static inline void write(float* target, int64_t count, __m512 values) {
+  if (count >= 16) {
+    if constexpr (kAdd) values = _mm512_add_ps(_mm512_loadu_ps(target), values);
+    _mm512_storeu_ps(target, values);
+  } else if (count > 0) {
+    const __mmask16 mask = low_bits(count);
+    if constexpr (kAdd) values = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, target), values);
+    _mm512_mask_storeu_ps(target, mask, values);
+  }
+}
+
+// silu(gate) * up with silu(g) = g / (1 + e^-g). g is held to -88, where silu is -5e-37, because
+// exp_ps(88) is where its range ends.
+static inline __m512 gated(__m512 gate, __m512 up) {
+  gate = _mm512_max_ps(_mm512_set1_ps(-88.0f), gate);
+  const __m512 power = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+  return _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), power)), up);
+}
+
 template <Result kResult>
-static void write_row(const quasar_linear& layer, float* out, int64_t m, int64_t block, __m512 left,
-                      __m512 right) {
+static inline void write_row(const quasar_linear& layer, float* out, int64_t m, int64_t block,
+                             __m512 left, __m512 right) {
   if constexpr (kResult == Result::kGated) {
-    // silu(g) = g / (1 + e^-g); g is held to -88, where silu is -5e-37, as e^-g ends at 3.4e38.
     const int64_t columns = layer.out_features / 2, n = block * (kBlock / 2);
-    const __m512 gate = _mm512_max_ps(_mm512_set1_ps(-88.0f), left);
-    const __m512 power = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-    const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), power));
-    const __m512 gated = _mm512_mul_ps(silu, right);
-    _mm512_mask_storeu_ps(out + m * columns + n, low_bits(columns - n), gated);
+    write<false>(out + m * columns + n, columns - n, gated(left, right));
   } else {
     const int64_t columns = layer.out_features, n = block * kBlock;
-    float* target = out + m * columns + n;
-    const __mmask16 some = low_bits(columns - n);
-    const __mmask16 more = columns - n > 16 ? low_bits(columns - n - 16) : 0;
-    if constexpr (kResult == Result::kAdd) {
-      left = _mm512_add_ps(_mm512_maskz_loadu_ps(some, target), left);
-      right = _mm512_add_ps(_mm512_maskz_loadu_ps(more, target + 16), right);
-    }
-    _mm512_mask_storeu_ps(target, some, left);
-    _mm512_mask_storeu_ps(target + 16, more, right);
+    write<kResult == Result::kAdd>(out + m * columns + n, columns - n, left);
+    write<kResult == Result::kAdd>(out + m * columns + n + 16, columns - n - 16, right);
   }
 }
 
@@ -211,45 +267,87 @@ static void finish_tile(const quasar_linear& layer, const Rows& rows, int64_t fi
 
 // ---- Work sharing ---------------------------------------------------------------------------
 
-// Units of work 0..count-1 in contiguous lanes, one a thread. A thread empties its own lane, then
-// takes from the others': a slow or disturbed thread delays nobody.
-struct Lanes {
-  struct alignas(64) Lane {
-    int64_t next, end;
-  };
-  Lane lane[kLanes];
-  int lanes;
-
-  Lanes(int64_t count, int threads) : lanes(threads < kLanes ? threads : kLanes) {
-    for (int i = 0; i < lanes; ++i) lane[i] = {count * i / lanes, count * (i + 1) / lanes};
+// Units of work 0..count-1 in contiguous lanes, one a thread. A thread that has emptied its lane
+// takes the further half of what is left of another's and goes on in there: long runs for all, and
+// a disturbed thread delays nobody.
+class Lanes {
+ public:
+  Lanes(int64_t count, int threads) : lanes_(threads < kLanes ? threads : kLanes) {
+    for (int i = 0; i < lanes_; ++i)
+      lane_[i].range = range(count * i / lanes_, count * (i + 1) / lanes_);
   }
 
-  int64_t begin(int thread) const { return lane[thread % lanes].next; }
+  // The first unit of a thread's lane.
+  int64_t first(int thread) const { return (int64_t)(lane_[thread % lanes_].range >> 32); }
 
   template <class Work>
   void run(int thread, Work work) {
-    for (int i = 0; i < lanes; ++i) {
-      Lane& own = lane[(thread + i) % lanes];
-      for (;;) {
-        const int64_t unit = __atomic_fetch_add(&own.next, 1, __ATOMIC_RELAXED);
-        if (unit >= own.end) break;
-        work(unit);
+    const int own = thread % lanes_;
+    do {
+      for (int64_t unit; (unit = pop(own)) >= 0;) work(unit);
+    } while (steal(own));
+  }
+
+ private:
+  struct alignas(64) Lane {
+    uint64_t range;  // next unit in the high half, end in the low one
+  };
+  Lane lane_[kLanes];
+  int lanes_;
+
+  static uint64_t range(uint64_t next, uint64_t end) { return next << 32 | end; }
+
+  int64_t pop(int lane) {
+    uint64_t seen = __atomic_load_n(&lane_[lane].range, __ATOMIC_RELAXED);
+    while (seen >> 32 < (uint32_t)seen)
+      if (exchange(lane, &seen, seen + range(1, 0))) return (int64_t)(seen >> 32);
+    return -1;
+  }
+
+  bool steal(int own) {
+    for (int i = 1; i < lanes_; ++i) {
+      const int lane = (own + i) % lanes_;
+      uint64_t seen = __atomic_load_n(&lane_[lane].range, __ATOMIC_RELAXED);
+      while (seen >> 32 < (uint32_t)seen) {
+        const uint64_t next = seen >> 32, end = (uint32_t)seen, middle = next + (end - next) / 2;
+        if (!exchange(lane, &seen, range(next, middle))) continue;
+        __atomic_store_n(&lane_[own].range, range(middle, end), __ATOMIC_RELAXED);
+        return true;
       }
     }
+    return false;
+  }
+
+  bool exchange(int lane, uint64_t* seen, uint64_t wanted) {
+    return __atomic_compare_exchange_n(&lane_[lane].range, seen, wanted, true, __ATOMIC_RELAXED,
+                                       __ATOMIC_RELAXED);
   }
 };
+
+static const char* weight_of(const quasar_linear& layer, const Rows& rows, int64_t block) {
+  return (const char*)layer.weight + block * rows.steps * kStepBytes;
+}
+
+// Tiles that meet all blocks before the next tiles do: so many that they stay in L2.
+static int64_t group_tiles(const Rows& rows) {
+  const int64_t fitting = kGroupBytes / (kTileRows * rows.steps * 4);
+  return fitting < 2 ? 2 : fitting;
+}
+
+// Keeps the memory busy while rows are prepared.
+static void fetch_start(const char* weight) {
+  for (int64_t i = 0; i < kStartBytes; i += 64) _mm_prefetch(weight + i, _MM_HINT_T1);
+}
 
 template <class P, Result kResult>
 static void multiply_block(const quasar_linear& layer, const Rows& rows, int64_t block,
                            int64_t first_tile, int64_t last_tile, float* out) {
   alignas(64) float sums[kTileRows * kBlock];
-  const char* weight = (const char*)layer.weight + block * rows.steps * kStepBytes;
+  const char* weight = weight_of(layer, rows, block);
   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
     const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
-    const auto multiply = rows.rows > kPageRows ? multiply_for<P, Ahead::kLines>(count)
-                                                : multiply_for<P, Ahead::kPage>(count);
-    multiply(weight, rows.steps, rows.values + first * rows.steps, rows.start + first,
-             fetch_for(weight, rows.steps, tile, rows.tiles), sums);
+    multiply_for<P>(count)(weight, rows.steps, rows.values + first * rows.steps,
+                           rows.start + first, fetch_for(weight, rows, tile - first_tile), sums);
     finish_tile<P, kResult>(layer, rows, first, count, block, sums, out);
   }
 }
@@ -264,23 +362,18 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   const int64_t blocks = (columns + outputs - 1) / outputs;
   const bool shared = Rows::bytes(input.rows, steps) > kPrivateBytes;
   const Rows common(scratch, input.rows, steps);
-  const int64_t groups = (common.tiles + kGroupTiles - 1) / kGroupTiles;
+  const int64_t group = group_tiles(common), groups = (common.tiles + group - 1) / group;
   Lanes lanes(blocks * groups, threads);
-  if (shared) {
-    Queue queue;
-    parallel(threads, [&](int32_t) {
-      queue.each(input.rows, [&](int64_t m) { prepare_row<P>(input, common, m); });
-    });
-  }
+  if (shared) prepare_together<P>(input, common, threads);
   parallel(threads, [&](int32_t thread) {
     alignas(64) char memory[kPrivateBytes];
     const Rows rows = shared ? common : Rows(memory, input.rows, steps);
-    if (!shared)
-      for (int64_t m = 0; m < input.rows; ++m) prepare_row<P>(input, rows, m);
+    fetch_start(weight_of(layer, rows, lanes.first(thread) % blocks));
+    if (!shared) prepare_rows<P>(input, rows, 0, rows.rows);
     lanes.run(thread, [&](int64_t unit) {
-      const int64_t first = unit % groups * kGroupTiles;
-      const int64_t last = first + kGroupTiles < rows.tiles ? first + kGroupTiles : rows.tiles;
-      multiply_block<P, kResult>(layer, rows, unit / groups, first, last, out);
+      const int64_t first = unit / blocks * group;
+      const int64_t last = first + group < rows.tiles ? first + group : rows.tiles;
+      multiply_block<P, kResult>(layer, rows, unit % blocks, first, last, out);
     });
   });
 }

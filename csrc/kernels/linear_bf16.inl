@@ -30,16 +30,21 @@ struct Bf16 {
     store_strided(_mm256_extracti128_si256(values, 1), packed + 4 * 32, 32);
   }
 
-  // One row of activations -> BF16 pairs at `values`, `stride` words a step.
   template <bool kNorm>
-  static void prepare(const RowSource<kNorm>& row, int32_t* values, int64_t stride, float* scale,
-                      int32_t* start) {
-    for (int64_t k = 0; k < row.count; k += 16, values += 8 * stride) {
-      const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(row.load(k));
-      store_strided(_mm256_castsi256_si128(rounded), values, stride);
-      store_strided(_mm256_extracti128_si256(rounded, 1), values + 4 * stride, stride);
-    }
-    *scale = 1.0f;
-    *start = 0;
+  static float factor(const RowSource<kNorm>&, int64_t, float* scale) {
+    return *scale = 1.0f;
+  }
+
+  // The inputs begin..end-1 as BF16 pairs at `values`, `stride` words a step.
+  template <bool kNorm>
+  static int32_t encode(const RowSource<kNorm>& row, float, int64_t begin, int64_t end,
+                        int32_t* values, int64_t stride) {
+    each_group(begin, end, [&](int64_t k, __mmask16 mask) {
+      const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(row.load(k, mask));
+      int32_t* target = values + k / 2 * stride;
+      store_strided(_mm256_castsi256_si128(rounded), target, stride);
+      store_strided(_mm256_extracti128_si256(rounded, 1), target + 4 * stride, stride);
+    });
+    return 0;
   }
 };

@@ -32,23 +32,29 @@ struct W8A8 {
     store_strided(_mm_xor_si128(codes, _mm_set1_epi8(-128)), packed, 32);
   }
 
-  // One row of activations -> codes at `values`, `stride` words a step.
+  // What a row is multiplied by to become codes; `scale` takes them back.
   template <bool kNorm>
-  static void prepare(const RowSource<kNorm>& row, int32_t* values, int64_t stride, float* scale,
-                      int32_t* start) {
-    const float absmax = row.absmax();
-    const __m512 factor = _mm512_set1_ps(absmax > 0 ? 127.0f / absmax : 0.0f);
+  static float factor(const RowSource<kNorm>& row, int64_t count, float* scale) {
+    const float absmax = row.absmax(count);
+    *scale = absmax / 127.0f;
+    return absmax > 0 ? 127.0f / absmax : 0.0f;
+  }
+
+  // Codes of the inputs begin..end-1 at `values`, `stride` words a step; returns minus 128 times
+  // their sum.
+  template <bool kNorm>
+  static int32_t encode(const RowSource<kNorm>& row, float factor, int64_t begin, int64_t end,
+                        int32_t* values, int64_t stride) {
     const __m512 limit = _mm512_set1_ps(127.0f);
     __m512i sum = _mm512_setzero_si512();
-    for (int64_t k = 0; k < row.count; k += 16, values += 4 * stride) {
+    each_group(begin, end, [&](int64_t k, __mmask16 mask) {
       // The clamp only matters where 127 / absmax overflowed; a NaN becomes code 0.
-      const __m512 x = _mm512_mul_ps(row.load(k), factor);
+      const __m512 x = _mm512_mul_ps(row.load(k, mask), _mm512_set1_ps(factor));
       const __m512 held = _mm512_min_ps(limit, _mm512_max_ps(_mm512_set1_ps(-127.0f), x));
       const __m512i codes = _mm512_cvtps_epi32(held);
       sum = _mm512_add_epi32(sum, codes);
-      store_strided(_mm512_cvtepi32_epi8(codes), values, stride);
-    }
-    *scale = absmax / 127.0f;
-    *start = -128 * _mm512_reduce_add_epi32(sum);
+      store_strided(_mm512_cvtepi32_epi8(codes), values + k / 4 * stride, stride);
+    });
+    return -128 * _mm512_reduce_add_epi32(sum);
   }
 };

@@ -19,15 +19,22 @@ static inline void store_strided(__m128i words, int32_t* target, int64_t stride)
   target[3 * stride] = _mm_extract_epi32(words, 3);
 }
 
+// body(k, mask) for the values k..k+15 of begin..end-1; the mask is constant but for a ragged end.
+template <class Body>
+[[gnu::always_inline]] static inline void each_group(int64_t begin, int64_t end, const Body& body) {
+  int64_t k = begin;
+  for (; k + 16 <= end; k += 16) body(k, (__mmask16)0xffff);
+  if (k < end) body(k, low_bits(end - k));
+}
+
 static float inverse_rms(const float* x, int64_t count, float eps) {
   __m512d low = _mm512_setzero_pd(), high = low;
-  for (int64_t k = 0; k < count; k += 16) {
-    const __m512 values = _mm512_maskz_loadu_ps(low_bits(count - k), x + k);
-    const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(values));
-    const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(values, 1));
+  each_group(0, count, [&](int64_t k, __mmask16 mask) {
+    const __m512d a = _mm512_cvtps_pd(_mm256_maskz_loadu_ps((__mmask8)mask, x + k));
+    const __m512d b = _mm512_cvtps_pd(_mm256_maskz_loadu_ps((__mmask8)(mask >> 8), x + k + 8));
     low = _mm512_fmadd_pd(a, a, low);
     high = _mm512_fmadd_pd(b, b, high);
-  }
+  });
   const double mean = _mm512_reduce_add_pd(_mm512_add_pd(low, high)) / (double)count;
   const __m128 shifted = _mm_set_ss((float)mean + eps);
   return 1.0f / _mm_cvtss_f32(_mm_sqrt_ss(shifted));
@@ -37,15 +44,10 @@ template <bool kNorm>
 struct RowSource {
   const float* x;
   const float* norm;  // RMSNorm weight
-  int64_t count;
-  float inverse;  // 1 / rms
+  float inverse;      // 1 / rms
 
-  RowSource(const float* x, const float* norm, float eps, int64_t count)
-      : x(x), norm(norm), count(count), inverse(kNorm ? inverse_rms(x, count, eps) : 1.0f) {}
-
-  // Values k..k+15, zeros behind the end.
-  inline __m512 load(int64_t k) const {
-    const __mmask16 mask = low_bits(count - k);
+  // Values k..k+15, zeros where the mask is 0.
+  inline __m512 load(int64_t k, __mmask16 mask) const {
     const __m512 values = _mm512_maskz_loadu_ps(mask, x + k);
     if constexpr (!kNorm) return values;
     const __m512 scaled = _mm512_mul_ps(values, _mm512_set1_ps(inverse));
@@ -53,13 +55,13 @@ struct RowSource {
   }
 
   // Compared as integers, magnitudes keep their order and a NaN is above infinity: it is not lost.
-  float absmax() const {
+  float absmax(int64_t count) const {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     __m512i most = _mm512_setzero_si512();
-    for (int64_t k = 0; k < count; k += 16) {
-      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(load(k)), magnitude);
+    each_group(0, count, [&](int64_t k, __mmask16 mask) {
+      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(load(k, mask)), magnitude);
       most = _mm512_max_epu32(most, bits);
-    }
+    });
     return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epu32(most))));
   }
 };

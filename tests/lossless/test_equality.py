@@ -116,7 +116,7 @@ def test_speculation_changes_no_token(folders, backend, family, precision, sampl
     )
     params = SAMPLING[sampling]
     truth = [plain(verifier, prompt, params) for prompt in PROMPTS]
-    assert len({token for tokens in truth for token in tokens}) > 10, "the text is too dull a test"
+    assert len({token for tokens in truth for token in tokens}) > 6, "the text is too dull a test"
     for rows in (8, 64):
         engine = Engine(verifier, None, "ngram", 5, max_rows=rows)
         found = engine.complete(PROMPTS, params)

@@ -52,7 +52,7 @@ class Checkpoint(Protocol):
         """Shape of one tensor without reading it."""
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor: BF16 if it is floating point in the file, else as stored.
+        """One tensor in BF16, or the int8 codes of a quantised weight.
 
         It may be a view of the file: writing to it changes this process' copy only.
         """
@@ -81,7 +81,9 @@ class Checkpoint(Protocol):
 
 
 def to_bfloat16(tensor: Tensor, where: str) -> Tensor:
-    """Round once to BF16; refuse NaN and infinities (also those that rounding makes)."""
+    """Round once to BF16; refuse integers, NaN and infinities (also those that rounding makes)."""
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{where} holds {tensor.dtype}, floating point is needed")
     rounded = tensor.to(torch.bfloat16)
     flat = rounded.view(-1)
     for start in range(0, len(flat), SERIAL):

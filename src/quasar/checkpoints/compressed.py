@@ -8,7 +8,7 @@ Any other scheme is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,9 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
             return super().linear(module)
         return Int8Weight(self.tensor(name), self._scale(module), self.bias(module))
 
-    def names(self) -> Sequence[str]:
-        return self._names
+    def tensor(self, name: str) -> Tensor:
+        entry = self.entry(name)
+        return entry.read() if entry.dtype == torch.int8 else super().tensor(name)
 
     def _scale(self, module: str) -> Tensor:
         """[out] fp32, exactly as stored; a scale that is not a positive number is refused."""

@@ -88,6 +88,8 @@ class GgufCheckpoint(Checkpoint):
         self._architecture = metadata.get("general.architecture")
         if not isinstance(self._architecture, str):
             raise CheckpointError(f"{path}: general.architecture is missing")
+        if metadata.get("split.count", 1) != 1:
+            raise CheckpointError(f"{path} is one part of a split model; merge the parts first")
         self.tokenizer_metadata = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
         self._tensors = {_translated(n): info for n, info in self._file.tensors.items()}
         if len(self._tensors) != len(self._file.tensors):
@@ -107,11 +109,8 @@ class GgufCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         info = self._info(name)
-        where = f"{self.path}: tensor {name!r}"
-        tensor = self._dequantised(info)
-        if not tensor.is_floating_point():
-            return tensor
-        return to_bfloat16(self._uninterleaved(name, tensor), where)
+        tensor = self._uninterleaved(name, self._dequantised(info))
+        return to_bfloat16(tensor, f"{self.path}: tensor {name!r}")
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._tensors:
@@ -119,7 +118,7 @@ class GgufCheckpoint(Checkpoint):
         return self._tensors[name]
 
     def _dequantised(self, info: TensorInfo) -> Tensor:
-        """BF16, rounded from fp32 chunk by chunk; integers as they are."""
+        """BF16, rounded from fp32 chunk by chunk; types that torch knows are left as they are."""
         data = self._file.map.view(info.offset, info.nbytes)
         if info.kind in _PLAIN:
             return data.view(_PLAIN[info.kind]).view(info.shape)
@@ -193,6 +192,10 @@ class GgufCheckpoint(Checkpoint):
         head_dim = config.get("head_dim")
         if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:
             head_dim = hidden // heads
+        if self._architecture == "llama":
+            layer = "model.layers.0."
+            config["attention_bias"] = f"{layer}self_attn.q_proj.bias" in self._tensors
+            config["mlp_bias"] = f"{layer}mlp.up_proj.bias" in self._tensors
         for name in ("rope.dimension_count", "attention.value_length"):
             if config.get(prefix + name) == head_dim:
                 del config[prefix + name]

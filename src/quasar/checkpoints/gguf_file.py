@@ -24,6 +24,8 @@ from quasar.errors import CheckpointError
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _MAX_ELEMENTS = 1 << 40
+_MAX_COUNT = 1 << 22
+"""Entries of one list: the longest real ones, merges, have 0.6 million. Bounds Python's objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class GgufFile:
 
     def _expect(self, count: int, size: int, what: str) -> None:
         left = self.map.size - self._position
-        if count * size > left:
+        if count * size > left or count > _MAX_COUNT:
             raise self._malformed(f"{count} {what} cannot fit in the {left} bytes left")
 
     def _malformed(self, why: str) -> CheckpointError:

@@ -141,7 +141,6 @@ class SafetensorsCheckpoint(Checkpoint):
         self.files: Sequence[MappedFile] = tuple({e.file: None for e in self._entries.values()})
         self._drop_tied_head()
         self._names = tuple(n for n in self._entries if not n.endswith(_UNUSED_SUFFIX))
-        self._known = frozenset(self._names)
 
     def names(self) -> Sequence[str]:
         return self._names
@@ -150,11 +149,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return self.entry(name).shape
 
     def tensor(self, name: str) -> Tensor:
-        tensor = self.entry(name).read()
-        return to_bfloat16(tensor, self.where(name)) if tensor.is_floating_point() else tensor
-
-    def bias(self, module: str) -> Tensor | None:
-        return self.tensor(f"{module}.bias").float() if f"{module}.bias" in self._known else None
+        return to_bfloat16(self.entry(name).read(), self.where(name))
 
     def entry(self, name: str) -> Entry:
         if name not in self._entries:

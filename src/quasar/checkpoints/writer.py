@@ -81,7 +81,7 @@ class CheckpointWriter:
             raise ValueError(f"tensor {name!r} was added before")
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         with self._failures():
-            if not self._shards or self._shards[-1].is_full(name, len(data), self._shard_bytes):
+            if not self._shards or self._shards[-1].is_full(name, tensor, self._shard_bytes):
                 path = self.folder / f"shard-{len(self._shards)}"
                 self._shards.append(_Shard(path.open("wb")))
             self._shards[-1].append(name, tensor, data.data)
@@ -138,9 +138,12 @@ class _Shard:
         self._room = _HEADER_ROOM - 8 - len('{"__metadata__":{"format":"pt"}}')
         file.write(b" " * _HEADER_ROOM)
 
-    def is_full(self, name: str, nbytes: int, limit: int) -> bool:
-        entry_bytes = 2 * len(name.encode()) + 200
-        return self.nbytes > 0 and (self.nbytes + nbytes > limit or entry_bytes > self._room)
+    def is_full(self, name: str, tensor: Tensor, limit: int) -> bool:
+        """Out of space, out of header, or at an address where readers cannot map the tensor."""
+        entry_bytes = len(json.dumps(name)) + 200
+        unaligned = self.nbytes % tensor.dtype.itemsize != 0
+        full = self.nbytes + tensor.nbytes > limit or entry_bytes > self._room
+        return self.nbytes > 0 and (full or unaligned)
 
     def append(self, name: str, tensor: Tensor, data: memoryview) -> None:
         entry = {

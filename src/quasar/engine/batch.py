@@ -85,7 +85,7 @@ def pack(sequences: List[tuple[Sequence, int]]) -> Pack:
         torch.tensor(ancestors),
         torch.tensor(trees, dtype=torch.uint8),
     )
-    return Pack(batch, None if len(wanted) == len(tokens) else torch.tensor(wanted), slices)
+    return Pack(batch, None if len(wanted) == len(tokens) else torch.tensor(wanted, dtype=torch.int64), slices)
 
 
 def _tables(sequences: List[Sequence]) -> Tensor:

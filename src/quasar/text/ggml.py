@@ -9,14 +9,15 @@ place, even where a model's tokenizer.json calls for NFC: llama.cpp does none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from quasar.errors import CheckpointError
+from quasar.errors import CheckpointError, QuasarError
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -41,12 +42,22 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "smollm": (r"\p{N}", _GPT2),
     "qwen2": (_modern(r"\p{N}"),),
     "llama-bpe": (_modern(r"\p{N}{1,3}"),),
+    "smaug-bpe": (_modern(r"\p{N}{1,3}"),),
     "tekken": (_TEKKEN,),
 }
 _SAME_AS = {
+    "dbrx": "smaug-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "falcon3": "llama-bpe",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2",
+    "megrez": "qwen2",
+    "mpt": "gpt-2",
+    "olmo": "gpt-2",
+    "phi-2": "gpt-2",
+    "pixtral": "llama-bpe",
+    "refact": "smollm",
+    "stablelm2": "qwen2",
     "starcoder": "smollm",
 }
 _WHOLE_WORDS = frozenset({"llama-bpe", "tekken"})
@@ -118,16 +129,36 @@ class Vocabulary:
             result.append((merge[0] + left, right))
         return result
 
+    def without_padding(self, merges: list[tuple[str, str]]) -> dict[str, int]:
+        """Ids of all tokens but the unused ones that only fill the embedding, as in [PAD151935]."""
+        made = {left + right for left, right in merges}
+        return {
+            token: index
+            for token, index in self.ids.items()
+            if self.kinds[index] != _UNUSED or len(token) == 1 or token in made
+        }
+
     def implied_merges(self) -> list[tuple[str, str]]:
         """All splits of each piece into two pieces, by falling score of the whole."""
         scores = self._numbers("scores", 0.0)
-        merges = [
-            (-scores[index], index, token[:cut], token[cut:])
-            for token, index in self.ids.items()
-            for cut in range(1, len(token))
-            if token[:cut] in self.ids and token[cut:] in self.ids
+        splits: dict[str, list[int]] = {}
+        for token in self.tokens:
+            cuts = (c for c in range(1, len(token)) if token[:c] in self.ids)
+            splits[token] = [c for c in cuts if token[c:] in self.ids]
+        merged = [i for i, token in enumerate(self.tokens) if splits[token]]
+        merged.sort(key=lambda index: -scores[index])
+        for one, other in pairwise(merged):
+            if scores[one] == scores[other] and {self.kinds[one], self.kinds[other]} == {_NORMAL}:
+                # Then the leftmost pair merges first, which no list of merges can say.
+                raise CheckpointError(
+                    f"{self.where}: pieces {self.tokens[one]!r} and {self.tokens[other]!r} "
+                    "have equal scores, which is not supported"
+                )
+        return [
+            (self.tokens[index][:cut], self.tokens[index][cut:])
+            for index in merged
+            for cut in splits[self.tokens[index]]
         ]
-        return [(left, right) for _, _, left, right in sorted(merges)]
 
     def added_tokens(self) -> list[AddedToken]:
         """Tokens found in a text before anything else is done to it, by ascending id."""
@@ -174,9 +205,9 @@ def build_tokenizer(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
         tokenizer = builders[vocabulary.model](vocabulary)
         tokenizer.add_special_tokens([t for t in vocabulary.added_tokens() if t.special])
         tokenizer.add_tokens([t for t in vocabulary.added_tokens() if not t.special])
-    except (CheckpointError, MemoryError):
+    except (QuasarError, KeyboardInterrupt):
         raise
-    except Exception as error:  # the Rust library raises plain Exception
+    except BaseException as error:  # the Rust library raises Exception, its panics BaseException
         raise CheckpointError(f"{vocabulary.where}: malformed vocabulary: {error}") from None
     _add_ends(tokenizer, vocabulary)
     return tokenizer
@@ -184,7 +215,8 @@ def build_tokenizer(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     whole_words = vocabulary.pre in _WHOLE_WORDS
-    model = models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=whole_words)
+    merges = vocabulary.merges()
+    model = models.BPE(vocabulary.without_padding(merges), merges, ignore_merges=whole_words)
     tokenizer = tokenizers.Tokenizer(model)
     splits = [
         pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[vocabulary.pre]
@@ -218,15 +250,18 @@ def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     """BOS and EOS around a text that is encoded with special tokens."""
-    ends = {}
+    single: list[str] = ["$A"]
+    special: dict[str, int] = {}
     for name, wanted in (("bos", vocabulary.add_bos), ("eos", vocabulary.add_eos)):
+        if not wanted:
+            continue
         index = vocabulary.special(name)
-        if wanted and index is None:
+        if index is None:
             raise CheckpointError(f"{vocabulary.where}: add_{name}_token without a {name}_token_id")
-        if wanted and index is not None:
-            ends[name] = (vocabulary.tokens[index], index)
-    if ends:
-        single = [ends["bos"][0]] * ("bos" in ends) + ["$A"] + [ends["eos"][0]] * ("eos" in ends)
+        token = vocabulary.tokens[index]
+        single.insert(0 if name == "bos" else len(single), token)
+        special[token] = index
+    if special:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, special_tokens=list(dict.fromkeys(ends.values()))
+            single=single, special_tokens=list(special.items())
         )

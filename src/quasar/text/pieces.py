@@ -11,6 +11,7 @@ import tokenizers
 from quasar.errors import CheckpointError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MAX_ID = 1 << 24
 _SPACE = "\u2581"
 
 
@@ -30,7 +31,10 @@ def token_pieces(tokenizer: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
     steps = _steps(layout.get("decoder"))
     kinds = [step["type"] for step in steps]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    largest = max(vocabulary.values(), default=0)
+    if largest > _MAX_ID:
+        raise CheckpointError(f"tokenizer.json: token id {largest} is too large")
+    pieces = [b""] * (largest + 1)
     if kinds == ["ByteLevel"]:
         alphabet = byte_alphabet()
         for token, index in vocabulary.items():

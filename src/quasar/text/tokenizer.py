@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from quasar.errors import CheckpointError, UsageError
+from quasar.errors import CheckpointError, QuasarError, UsageError
 from quasar.text.ggml import Vocabulary, build_tokenizer
 from quasar.text.pieces import token_pieces
 from quasar.text.template import ChatTemplate
@@ -35,13 +35,19 @@ class Tokenizer:
         tokenizer: tokenizers.Tokenizer,
         config: Mapping[str, Any],
         eos_ids: frozenset[int],
+        model_vocab_size: int,
     ) -> None:
-        """`config`: the keys of tokenizer_config.json, `chat_template` resolved to one text."""
+        """`config`: the keys of tokenizer_config.json, `chat_template` resolved to one text.
+
+        `model_vocab_size` bounds what `encode` may return: some tokenizers know more tokens than
+        their model has embeddings.
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._config = config
         self.eos_ids = eos_ids
+        self._limit = model_vocab_size
         self.pieces, self.strips_space = token_pieces(tokenizer)
         self.special_ids = frozenset(
             index for index, added in tokenizer.get_added_tokens_decoder().items() if added.special
@@ -67,6 +73,9 @@ class Tokenizer:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except UnicodeEncodeError:
             raise UsageError("the text holds lone surrogates, which no tokenizer accepts") from None
+        if ids and max(ids) >= self._limit:
+            token = self._tokenizer.id_to_token(max(ids))
+            raise UsageError(f"the text holds {token!r}, a token that the model does not have")
         return list(ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -122,11 +131,12 @@ class Tokenizer:
 def load_tokenizer(checkpoint: TokenizerSource) -> Tokenizer:
     """The tokenizer of an opened checkpoint. CheckpointError if it is missing or not supported."""
     if checkpoint.tokenizer_metadata is not None:
-        return _from_gguf(checkpoint.tokenizer_metadata, str(checkpoint.path))
+        return _from_gguf(checkpoint, checkpoint.tokenizer_metadata)
     return _from_folder(checkpoint)
 
 
-def _from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
+def _from_gguf(checkpoint: TokenizerSource, metadata: Mapping[str, Any]) -> Tokenizer:
+    where = str(checkpoint.path)
     vocabulary = Vocabulary(metadata, where)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -141,7 +151,8 @@ def _from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
         config["chat_template"] = _template(template, where)
-    return Tokenizer(build_tokenizer(vocabulary), config, frozenset(vocabulary.end_ids()))
+    tokenizer = build_tokenizer(vocabulary)
+    return Tokenizer(tokenizer, config, frozenset(vocabulary.end_ids()), _vocab_size(checkpoint))
 
 
 def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
@@ -151,9 +162,9 @@ def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
         raise CheckpointError(f"{folder} has no tokenizer.json")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(_read(path))
-    except CheckpointError:
+    except (QuasarError, KeyboardInterrupt):
         raise
-    except Exception as error:  # the Rust library raises plain Exception
+    except BaseException as error:  # the Rust library raises Exception, its panics BaseException
         raise CheckpointError(f"{path} is malformed: {error}") from None
     config = _read_object(folder / "tokenizer_config.json")
     for key, value in _read_object(folder / "special_tokens_map.json").items():
@@ -165,7 +176,16 @@ def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
         config["chat_template"] = _template(config["chat_template"], str(folder))
     eos = tokenizer.token_to_id(_content(config.get("eos_token")) or "")
     ids = {*_ids(checkpoint, "config"), *_ids(checkpoint, "generation_config")}
-    return Tokenizer(tokenizer, config, frozenset(ids if eos is None else {*ids, eos}))
+    if eos is not None:
+        ids.add(eos)
+    return Tokenizer(tokenizer, config, frozenset(ids), _vocab_size(checkpoint))
+
+
+def _vocab_size(checkpoint: TokenizerSource) -> int:
+    size = checkpoint.config.get("vocab_size")
+    if type(size) is not int:
+        raise CheckpointError(f"{checkpoint.path}: vocab_size is {size!r}")
+    return size
 
 
 def _ids(checkpoint: TokenizerSource, part: str) -> list[int]:
