@@ -17,8 +17,9 @@
 // work at the same time. Threads own contiguous runs of blocks: prefetchers like long ones.
 //
 // Measured on 2 cores of a Zen 4 server (read 36 GB/s, or 65 when the cores lie apart; multiply
-// 472 GMAC/s INT8, 236 BF16), weights of a 1.5B model from memory. ms for 10^9 weights, and the
-// share of the limit: the larger of bytes / bandwidth and multiply-adds / rate of the same moment:
+// 472 GMAC/s INT8, 236 BF16), weights from memory: shapes of a 1.5B model; of a 0.5B model for BF16
+// and, at 36 GB/s, from 32 rows on. ms for 10^9 weights (medians), and the share of the limit: the
+// larger of bytes / bandwidth and multiply-adds / rate of the same moment:
 //     rows              1     2     4     6     8    12    16    32   512
 //     W8A8 at 36 GB/s  27.9  27.2  27.4  28.3  29.0  30.7  39.0  78   1230
 //               share  1.00  0.94  1.03  0.94  0.94  0.84  0.87  0.86  0.87
