@@ -23,7 +23,7 @@ constexpr int64_t kStepBytes = 128;   // weights of a block a step
 constexpr int64_t kHalfRows = 4;      // up to so many rows every second line is fetched
 constexpr int64_t kGroupBytes = 576 << 10;   // rows that visit the blocks together
 constexpr int64_t kStartBytes = 8 << 10;     // weights fetched before the rows are prepared
-constexpr int64_t kPrivateBytes = 16 << 10;  // rows up to this size are prepared by each thread
+constexpr int64_t kPrivateBytes = 40 << 10;  // rows up to this size are prepared by each thread
 constexpr int kLanes = 64;
 
 template <class P>
@@ -107,10 +107,9 @@ static void prepare_rows(const Input& input, const Rows& rows, int64_t begin, in
 }
 
 // The rows of a tile share cache lines: with many tiles a thread prepares whole ones, with few it
-// measures some rows, then encodes some inputs of all rows.
+// measures some rows, then encodes one run of inputs of all rows (their sums meet in `start`).
 template <class P>
 static void prepare_together(const Input& input, const Rows& rows, int threads) {
-  constexpr int64_t kColumns = 256;
   Queue tiles, measured, encoded;
   if (rows.tiles >= 4 * threads) {
     parallel(threads, [&](int32_t) {
@@ -123,10 +122,11 @@ static void prepare_together(const Input& input, const Rows& rows, int threads) 
   parallel(threads, [&](int32_t) {
     measured.each(rows.rows, [&](int64_t m) { measure_row<P>(input, rows, m); });
   });
+  const int64_t columns = (input.count / threads + 16) / 16 * 16;
   parallel(threads, [&](int32_t) {
-    encoded.each((input.count + kColumns - 1) / kColumns, [&](int64_t part) {
-      const int64_t begin = part * kColumns;
-      const int64_t end = begin + kColumns < input.count ? begin + kColumns : input.count;
+    encoded.each((input.count + columns - 1) / columns, [&](int64_t part) {
+      const int64_t begin = part * columns;
+      const int64_t end = begin + columns < input.count ? begin + columns : input.count;
       for (int64_t m = 0; m < rows.rows; ++m) encode_row<P>(input, rows, m, begin, end);
     });
   });
