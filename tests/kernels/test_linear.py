@@ -68,13 +68,17 @@ class Case:
 
 
 def assert_agree(case: Case, found: dict[str, Tensor], precision: str) -> None:
-    """W8A8 has one result; the twin's exponential and its BF16 sums may round elsewhere."""
+    """W8A8 has one result; the twin's exponential and its BF16 sums may round elsewhere.
+
+    Terms of a sum are about as large as the input, or 1 where it was normalised.
+    """
     tolerance = 1e-5 + 2**-22 * case.x.shape[1] ** 0.5
+    terms = case.x.abs().amax(dim=-1, keepdim=True).clamp(min=1)
     for name, value in case.results(ReferenceBackend()).items():
         if precision == "w8a8" and name != "gated":
             assert torch.equal(found[name], value), name
         else:
-            largest = value.abs().amax(dim=-1, keepdim=True)
+            largest = value.abs().amax(dim=-1, keepdim=True).maximum(terms)
             assert ((found[name] - value).abs() <= tolerance * largest).all(), name
 
 
@@ -88,7 +92,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rows: sl
     precision=st.sampled_from(PRECISIONS),
     rows=st.sampled_from(ROWS),
     n=st.integers(1, 150),
-    k=st.integers(2, 400),
+    k=st.integers(1, 400),
     bias=st.booleans(),
     threads=st.integers(1, 4),
     seed=st.integers(0, 1 << 20),
