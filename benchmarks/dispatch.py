@@ -2,8 +2,8 @@
 
     python benchmarks/dispatch.py MODEL [--rows 6] [--context 128] [--verifier w8a8]
 
-Each native function is wrapped in a timer and a pass is timed as a whole. The timers' own cost falls
-on the outside, so the share is an upper bound.
+Each native function is wrapped in a timer and a pass is timed as a whole. The timers' own cost
+falls on the outside, so the share is an upper bound.
 """
 
 import argparse

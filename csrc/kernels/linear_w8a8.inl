@@ -7,6 +7,7 @@
 //
 // Layout. Blocks of 32 output rows; in a block, steps of 4 input values: 32 rows x 4 bytes = two
 // registers, outputs 0-15 and 16-31. Inputs are padded to a multiple of 16 with code 0.
+// One instruction makes 64 multiply-adds and one starts every cycle: 235 GMAC/s a core at 3.7 GHz.
 
 struct W8A8 {
   using Element = int8_t;
@@ -21,8 +22,9 @@ struct W8A8 {
 
   static inline __m512 as_float(Sum sum) { return _mm512_cvtepi32_ps((__m512i)sum); }
 
-  static inline __m512 scaled(__m512 sum, const float* weight_scale, float row_scale) {
-    const __m512 by_weight = _mm512_mul_ps(sum, _mm512_loadu_ps(weight_scale));
+  // Outputs n..n+15.
+  static inline __m512 scaled(__m512 sum, const float* scale, int64_t n, float row_scale) {
+    const __m512 by_weight = _mm512_mul_ps(sum, _mm512_loadu_ps(scale + n));
     return _mm512_mul_ps(by_weight, _mm512_set1_ps(row_scale));
   }
 

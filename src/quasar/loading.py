@@ -1,4 +1,4 @@
-"""From what a user types to a model that runs: MODEL, verifier and head names, number of threads."""
+"""From what a user types to a model that runs: MODEL, verifier, head, number of threads."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def load_model(
 
 
 def quantized_copy(checkpoint: Checkpoint, progress: Progress | None = None) -> Checkpoint:
-    """The cached W8A8 form of a checkpoint, made on first use with the built-in calibration text."""
+    """The cached W8A8 form of a checkpoint, made on first use with the built-in text."""
     from quasar.quantization.pipeline import QuantizeOptions, quantize
 
     folder = cache_folder() / f"{checkpoint.path.stem}-w8a8-{_cache_key(checkpoint.path)}"

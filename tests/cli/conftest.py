@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import VOCABULARY, write_tokenizer
 
 import tiny
+from byte_tokenizer import VOCABULARY, write_tokenizer
 from quasar.cli.main import main
 
 

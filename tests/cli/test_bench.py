@@ -78,6 +78,21 @@ def test_equality_also_with_noise(quasar, model, questions, tmp_path):
     }
 
 
+def test_default_configurations_quantise_once(quasar, model, questions, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    report = tmp_path / "r.json"
+    arguments = ("bench", model, "--data", questions, "--limit", 2, "--max-tokens", 8)
+    first = quasar(*arguments, "--json", report, "--threads", 1)
+    assert first.code == 0 and "quantising model to W8A8 once" in first.err
+    content = json.loads(report.read_text())
+    names = [entry["name"] for entry in content["configurations"]]
+    assert names == ["bf16+none", "bf16+ngram", "w8a8+none", "w8a8+ngram"]
+    assert [pair["equal"] for pair in content["outputs_equal"]] == [True, True]
+    assert len(content["pairs"]) == 6
+    again = quasar(*arguments, "--threads", 1)
+    assert again.code == 0 and "quantising" not in again.err
+
+
 def test_prompts_beyond_the_context_are_skipped_by_name(quasar, model, questions, tmp_path):
     with questions.open("a") as file:
         file.write(json.dumps({"question_id": "long", "turns": ["x" * 600]}) + "\n")

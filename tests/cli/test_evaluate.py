@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from byte_tokenizer import write_tokenizer
 
 import tiny
+from byte_tokenizer import write_tokenizer
 
 FIELDS = {
     "name",

@@ -33,12 +33,12 @@ def test_only_a_terminal_gets_harmless_text(monkeypatch, capsys):
 
 
 def test_table_aligns_text_left_and_numbers_right():
-    text = terminal.table(("name", "count"), [("a", 5), ("long name", 12345)])
+    text = terminal.table(("name", "count"), [("a", "5"), ("long name", "1,234.5%")])
     assert text.splitlines() == [
-        "name       count",
-        "---------  -----",
-        "a              5",
-        "long name  12345",
+        "name          count",
+        "---------  --------",
+        "a                 5",
+        "long name  1,234.5%",
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from quasar.bench.output import check_writable, write_answers, write_atomically
 from quasar.bench.page import render
-from quasar.bench.report import TABLE_HEADERS, report, table_rows
+from quasar.bench.report import TABLE_HEADERS, category_rows, report, table_rows
 from quasar.bench.runner import Answer, Configuration, Task, cache_tokens, parse_configurations
 from quasar.bench.suites import Prompt
 from quasar.errors import UsageError
@@ -79,6 +79,14 @@ def test_pairs_give_speed_and_acceptance(results):
     assert (pair["a"], pair["b"]) == ("v+none", "v+ngram")
     assert pair["speed_ratio"]["mean"] == 2.0
     assert pair["acceptance_ratio"]["mean"] == pytest.approx(16 / 6)
+
+
+def test_table_has_a_row_a_category(results):
+    rows = category_rows(report([PLAIN, DRAFTED], results)["configurations"])
+    assert rows == [
+        ["a", "1", "1.00x at 1.00", "4.00x at 4.00"],
+        ["b", "1", "1.00x at 1.00", "1.33x at 2.00"],
+    ]
 
 
 def test_table_has_a_row_a_configuration(results):

@@ -193,3 +193,17 @@ TABLE_HEADERS = [
     "ms/pass",
     "prefill/s",
 ]
+
+
+def category_rows(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """One row a category: each configuration's speed-up over the first, and acceptance length."""
+    rows = []
+    for name, first in entries[0]["categories"].items():
+        cells = []
+        for entry in entries:
+            part = entry["categories"][name]
+            ratio = part["ratio_to_first"]
+            shown = "-" if ratio is None else f"{ratio['mean']:.2f}x"
+            cells.append(f"{shown} at {part['mean_acceptance_length']:.2f}")
+        rows.append([name, str(first["prompts"]), *cells])
+    return rows

@@ -5,21 +5,20 @@ from __future__ import annotations
 from quasar.bench.suites import Prompt
 from quasar.text.tokenizer import Tokenizer
 
-EDIT = """\
-Rename the variable `total` to `weight` in this function and change nothing else. \
-Answer with the whole function.
+CORRECTION = """\
+Fix the spelling mistakes in this text and write the whole corrected text:
 
-def average_weight(parcels):
-    total = 0.0
-    count = 0
-    for parcel in parcels:
-        if parcel.weight is None:
-            continue
-        total = total + parcel.weight
-        count = count + 1
-    if count == 0:
-        return 0.0
-    return total / count"""
+Last sumer we went to the mountains with my granparents. We stayed in a small wooden house near \
+a lake. Every morning my granfather made pancakes and we ate them on the terrace. In the \
+afternoon we went swiming in the lake or walked in the forest. On the last day we saw a deer near \
+the house."""
+
+REWRITING = """\
+Rewrite this text in the past tense:
+
+Every day Anna walks to the market. She buys bread, cheese and apples. She talks with the baker \
+about the weather. Then she walks home along the river. She sits on the balcony and reads a book \
+until the sun goes down."""
 
 SUMMARY = """\
 Summarise the following report in three sentences, in its own words where you can.
@@ -32,16 +31,15 @@ repair to take three weeks, because a new beam has to be made to measure. Cyclis
 foot can still use the southern walkway. The council asked drivers to leave their cars at the \
 station, where parking is free until the bridge is open again."""
 
-EXTRACT = """\
-Copy every line of this log that contains the word ERROR, exactly as it stands.
+READING = """\
+Read the passage and answer the question by quoting the sentence that contains the answer.
 
-09:14:02 INFO  server started on port 8080
-09:14:07 ERROR cannot open settings.toml: no such file
-09:14:07 INFO  default settings are used
-09:15:31 WARN  slow request: 2.4 seconds
-09:16:12 ERROR database connection lost: timeout after 30 seconds
-09:16:13 INFO  trying again
-09:16:44 ERROR database connection lost: timeout after 30 seconds"""
+The lighthouse on the cape was built in 1871 from grey stone. It is 41 metres high and its light \
+can be seen from 30 kilometres away. The first keeper was a sailor called Henrik Olsen, who lived \
+there with his family for 26 years. Since 1984 the light has been automatic and nobody lives in \
+the lighthouse any more.
+
+Who was the first keeper of the lighthouse?"""
 
 CODE = """\
 Write a Python function `is_palindrome(text)` that ignores case and everything that is not a \
@@ -54,22 +52,18 @@ by step."""
 
 CHAT = "I slept badly and have a long day ahead. What are three small things that could help me?"
 
-TRANSLATION = """\
-Translate into French: The train leaves at eight in the morning. The train from Lyon arrives at \
-nine in the morning. The train to Paris leaves at ten in the morning."""
-
 STORY = "Write the first paragraph of a story about a lighthouse keeper who finds a letter."
 
 PROMPTS = tuple(
     Prompt(category, category, text)
     for category, text in {
-        "edit": EDIT,
+        "correction": CORRECTION,
+        "rewriting": REWRITING,
         "summary": SUMMARY,
-        "extraction": EXTRACT,
+        "reading": READING,
         "code": CODE,
         "maths": MATHS,
         "chat": CHAT,
-        "translation": TRANSLATION,
         "story": STORY,
     }.items()
 )

@@ -54,7 +54,7 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> Tensor:
         """One tensor in BF16, or the int8 codes of a quantised weight.
 
-        It may be a view of the file: writing to it changes this process' copy only.
+        It may be a view of the file: writing to it changes this process' copy, until `release`.
         """
 
     def linear(self, module: str) -> LinearWeight:

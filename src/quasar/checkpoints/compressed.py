@@ -23,6 +23,8 @@ _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _WEIGHTS = {**_INT8, "strategy": "channel", "dynamic": False}
 _ACTIVATIONS = {**_INT8, "strategy": "token", "dynamic": True}
 _SCALE = ".weight_scale"
+_SAFE_PATTERN = re.compile(r"re:\^?(?:\.\*)?(?:[\w-]|\\?\.)*(?:\.\*)?\$?")
+"""Names with `.*` at either end. A free regular expression could take for ever to match."""
 
 
 class CompressedCheckpoint(SafetensorsCheckpoint):
@@ -123,6 +125,9 @@ def _check_scheme(quantization: Mapping[str, Any], where: str) -> tuple[str, ...
     ignore = quantization.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
         raise CheckpointError(f"{where}: ignore is not a list of names")
+    for item in ignore:
+        if item.startswith("re:") and not _SAFE_PATTERN.fullmatch(item):
+            raise CheckpointError(f"{where}: ignore pattern {item!r} is not supported")
     return tuple(ignore)
 
 

@@ -94,8 +94,8 @@ class GgufCheckpoint(Checkpoint):
         self._tensors = {_translated(n): info for n, info in self._file.tensors.items()}
         if len(self._tensors) != len(self._file.tensors):
             raise CheckpointError(f"{path}: two tensors translate to one name")
-        for name, info in self._tensors.items():
-            _check_kind(info.kind, f"{path}: tensor {name!r}")
+        for kind, name in {info.kind: name for name, info in self._tensors.items()}.items():
+            _check_kind(kind, f"{path}: tensor {name!r}")
         self._drop_tied_head()
         self.config = self._translate_config(metadata)
         self.generation_config: Mapping[str, Any] = {}
@@ -180,13 +180,11 @@ class GgufCheckpoint(Checkpoint):
     def _settle(self, config: dict[str, Any], prefix: str) -> None:
         """Keys that only repeat what is known otherwise, or are implied by it, leave the config."""
         embedding = self._tensors.get("model.embed_tokens.weight")
-        if (
-            embedding is not None
-            and config.setdefault("vocab_size", embedding.shape[0]) != (embedding.shape[0])
-        ):
+        rows = None if embedding is None else embedding.shape[0]
+        if config.setdefault("vocab_size", rows) != rows:
             raise CheckpointError(
-                f"{self.path}: vocab_size is {config['vocab_size']}, but the embedding has "
-                f"{embedding.shape[0]} rows"
+                f"{self.path}: vocab_size is {config['vocab_size']!r}, but the embedding has "
+                f"{rows} rows"
             )
         hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
         head_dim = config.get("head_dim")
@@ -197,7 +195,7 @@ class GgufCheckpoint(Checkpoint):
             config["attention_bias"] = f"{layer}self_attn.q_proj.bias" in self._tensors
             config["mlp_bias"] = f"{layer}mlp.up_proj.bias" in self._tensors
         for name in ("rope.dimension_count", "attention.value_length"):
-            if config.get(prefix + name) == head_dim:
+            if config.get(prefix + name, ...) == head_dim:
                 del config[prefix + name]
         for name in ("expert_count", "expert_used_count"):
             if config.get(prefix + name) == 0:

@@ -77,7 +77,7 @@ class GgufFile:
         kind, count = self._take("IQ")
         if kind == _STRING:
             self._expect(count, 8, f"strings of {key!r}")
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         code = self._format(kind, key)
         self._expect(count, struct.calcsize(code), f"elements of {key!r}")
         values = np.frombuffer(self._bytes(count * struct.calcsize(code)), np.dtype("<" + code))
@@ -131,6 +131,16 @@ class GgufFile:
 
     def _string(self) -> str:
         return self._bytes(self._take("Q")[0]).decode()
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string`, `count` times: vocabularies are most of the reading time."""
+        read, position, result = self.map.read, self._position, []
+        for _ in range(count):
+            length = int.from_bytes(read(position, 8), "little")
+            result.append(read(position + 8, length).decode())
+            position += 8 + length
+        self._position = position
+        return result
 
     def _take(self, code: str) -> tuple[Any, ...]:
         return struct.unpack("<" + code, self._bytes(struct.calcsize("<" + code)))

@@ -172,9 +172,12 @@ def describe(
 
 def summary(content: dict[str, Any]) -> str:
     """The tables for people."""
-    from quasar.bench.report import TABLE_HEADERS, table_rows
+    from quasar.bench.report import TABLE_HEADERS, category_rows, table_rows
 
-    blocks = [terminal.table(TABLE_HEADERS, table_rows(content["configurations"]))]
+    entries = content["configurations"]
+    headers = ["speed-up at acceptance", "prompts", *(entry["name"] for entry in entries)]
+    blocks = [terminal.table(TABLE_HEADERS, table_rows(entries)), ""]
+    blocks += [terminal.table(headers, category_rows(entries)), ""]
     for pair in content["outputs_equal"]:
         verdict = "identical" if pair["equal"] else f"DIFFERENT for {len(pair['different'])}"
         blocks.append(f"{pair['a']} = {pair['b']}: {verdict}, {pair['prompts']} prompts")

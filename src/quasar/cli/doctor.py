@@ -99,11 +99,11 @@ def _passes_table(passes: list[dict[str, Any]]) -> str:
     rows = [
         (
             entry["verifier"],
-            entry["context"],
-            entry["rows"],
-            entry["milliseconds"],
-            entry["limit_milliseconds"],
-            entry["share_of_limit"],
+            str(entry["context"]),
+            str(entry["rows"]),
+            f"{entry['milliseconds']:.2f}",
+            f"{entry['limit_milliseconds']:.2f}",
+            f"{entry['share_of_limit']:.2f}",
         )
         for entry in passes
     ]
@@ -111,5 +111,8 @@ def _passes_table(passes: list[dict[str, Any]]) -> str:
 
 
 def _prefill_table(prefill: list[dict[str, Any]]) -> str:
-    rows = [(entry["verifier"], entry["tokens"], entry["tokens_per_second"]) for entry in prefill]
+    rows = [
+        (entry["verifier"], str(entry["tokens"]), f"{entry['tokens_per_second']:.0f}")
+        for entry in prefill
+    ]
     return terminal.table(("verifier", "prefill tokens", "tokens/s"), rows)

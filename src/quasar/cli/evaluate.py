@@ -173,7 +173,7 @@ def page(content: dict[str, Any]) -> str:
     rows = [
         (
             entry["name"],
-            entry["tokens"],
+            str(entry["tokens"]),
             f"{entry['perplexity']:.3f}",
             f"{entry['reference_perplexity']:.3f}",
             f"{entry['kl']:.5f}",

@@ -28,7 +28,7 @@ def drafters() -> dict[str, type[Drafter]]:
 
 
 def make_drafter(name: str, draft_tokens: int = DEFAULT_DRAFT_TOKENS) -> Drafter:
-    """A fresh drafter for one request. Raises UsageError for an unknown name or an absurd length."""
+    """A fresh drafter for one request. Raises UsageError for a bad name or an absurd length."""
     if name not in drafters():
         raise UsageError(
             f"drafter {name!r} is unknown; it is one of {', '.join(sorted(drafters()))}"

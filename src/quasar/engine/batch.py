@@ -85,7 +85,9 @@ def pack(sequences: List[tuple[Sequence, int]]) -> Pack:
         torch.tensor(ancestors),
         torch.tensor(trees, dtype=torch.uint8),
     )
-    return Pack(batch, None if len(wanted) == len(tokens) else torch.tensor(wanted, dtype=torch.int64), slices)
+    partial = len(wanted) < len(tokens)
+    selected = torch.tensor(wanted, dtype=torch.int64) if partial else None
+    return Pack(batch, selected, slices)
 
 
 def _tables(sequences: List[Sequence]) -> Tensor:

@@ -1,7 +1,8 @@
 """What every kernel backend offers: the operations of a verification pass, and their data.
 
 Two laws hold for each backend. *Row invariance*: the bits of a row never depend on what else is
-computed beside it, nor on the number of threads. *One meaning*: `reference.py` is the specification.
+computed beside it, nor on the number of threads. *One meaning*: `reference.py` is the
+specification.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """W8A8: weight = codes * scale. codes [out, in] int8, scale [out] fp32, bias [out] fp32 or None."""
+    """W8A8: weight = codes * scale; codes [out, in] int8, scale [out] fp32, bias as above."""
 
     codes: Tensor
     scale: Tensor
@@ -94,7 +95,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention with rotary position embedding (neox halves: i pairs with i + D/2)."""
+    """Grouped-query attention with rotary embedding (neox halves: i pairs with i + D/2)."""
 
     heads: int
     kv_heads: int
@@ -179,7 +180,7 @@ class Peaks:
 
 
 class Backend(Protocol):
-    """The operations of a pass. Buffers are fp32 unless said; only the first `rows` rows are touched.
+    """The operations of a pass. Buffers are fp32 unless said; only `rows` rows are touched.
 
     "prepare" is what a linear does to its fp32 input: W8A8 quantises each row to INT8
     (scale = absmax / 127, codes = round-to-nearest-even(x * (127 / absmax)), all zero when absmax
@@ -221,7 +222,7 @@ class Backend(Protocol):
     def attend(
         self, bound: object, qkv: Buffer, spec: AttentionSpec, cache: Buffer, out: Buffer
     ) -> None:
-        """Rotate q and k, round q, k, v to BF16, append k and v to the cache, attend from the cache.
+        """Rotate q and k, round q, k, v to BF16, append k and v to the cache, attend from it.
 
         qkv [rows, (heads + 2 kv_heads) * head_dim] fp32, out [rows, heads * head_dim] fp32.
         Scores = scale * (q . k); softmax in fp32: maximum first, then exponentials and their sum
@@ -231,7 +232,7 @@ class Backend(Protocol):
     def move(
         self, spec: AttentionSpec, cache: Buffer, table: Tensor, source: Tensor, target: Tensor
     ) -> None:
-        """Copy K and V of slots source[i] to target[i] (int32, target[i] <= source[i], ascending)."""
+        """Copy K and V of slots source[i] to target[i] (int32, target <= source, ascending)."""
 
     def argmax(self, rows: int, logits: Buffer) -> list[int]:
         """Index of the largest logit of each row; the lowest index wins a tie, NaN loses any."""

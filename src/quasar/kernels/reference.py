@@ -43,9 +43,15 @@ class ReferenceLinear:
             product = self.weight.float() @ row.bfloat16().float()
         else:
             codes, row_scale = quantize_rows(row[None])
-            sums = torch._int_mm(codes.expand(32, -1).contiguous(), self.weight.t())[0]
-            product = sums.float() * self.scale * row_scale[0]
+            product = integer_product(codes, self.weight).float() * self.scale * row_scale[0]
         return product if self.bias is None else product + self.bias
+
+
+def integer_product(codes: Tensor, weight: Tensor) -> Tensor:
+    """codes [1, in] int8, weight [out, in] int8 -> exact sums [out] int32."""
+    if weight.shape[1] == 1:  # torch._int_mm (2.13) returns garbage for one column
+        return weight[:, 0].int() * codes[0].int()
+    return torch._int_mm(codes.expand(32, -1).contiguous(), weight.t())[0]
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +163,8 @@ class ReferenceBackend:
         """K and V at `slots`: [2, kv_heads, slots, head_dim] bf16."""
         blocks = cache.tensor.view(-1, 2, spec.kv_heads, self.block_size, spec.head_dim)
         index = table[slots // self.block_size].long()
-        return blocks[index, :, :, (slots % self.block_size).long()].permute(1, 2, 0, 3)
+        found: Tensor = blocks[index, :, :, (slots % self.block_size).long()]
+        return found.permute(1, 2, 0, 3)
 
     def _store(
         self, spec: AttentionSpec, cache: Buffer, table: Tensor, slot: int, kv: Tensor
@@ -207,7 +214,8 @@ class ReferenceBackend:
         grouped = q.view(spec.kv_heads, -1, spec.head_dim)
         scores = grouped @ k.transpose(1, 2) * spec.scale
         weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
-        return ((weights @ v) / weights.sum(dim=-1, keepdim=True)).flatten()
+        attended: Tensor = (weights @ v) / weights.sum(dim=-1, keepdim=True)
+        return attended.flatten()
 
     def move(
         self, spec: AttentionSpec, cache: Buffer, table: Tensor, source: Tensor, target: Tensor

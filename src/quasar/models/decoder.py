@@ -127,7 +127,7 @@ class Decoder:
         return x, [states[index] for index in hidden]
 
     def logits(self, x: Buffer, rows: int, selected: Tensor | None = None) -> Buffer:
-        """Final norm and head of the first `rows` rows, or of the `selected` ones -> [rows, vocab]."""
+        """Final norm and head of the first `rows` rows, or the `selected` ones: [rows, vocab]."""
         if selected is not None:
             x, rows = Buffer.of(x.tensor[selected]), selected.shape[0]
         if rows > self._logits.tensor.shape[0]:
@@ -199,7 +199,7 @@ class LayerReader:
             self.used.add(name)
             if not torch.equal(self.checkpoint.tensor(name), self.embedding()):
                 raise CheckpointError(
-                    f"{self.checkpoint.path}: {name} differs from {EMBEDDING}, yet the config ties them"
+                    f"{self.checkpoint.path}: {name} differs from {EMBEDDING}, to which it is tied"
                 )
         return DenseWeight(self.embedding())
 
@@ -263,7 +263,7 @@ def load_decoder(
     backend: Backend,
     head: Callable[[LinearWeight], LinearWeight] = lambda weight: weight,
 ) -> Decoder:
-    """Stream a checkpoint into packed form; `head` may give the output projection another precision.
+    """Stream a checkpoint into packed form; `head` may change the precision of the output layer.
 
     Raises CheckpointError for a missing, leftover or misshapen tensor.
     """

@@ -26,6 +26,8 @@ SEQUENCE_TOKENS = 512
 LEAST_CALIBRATION_TOKENS = 512
 LEAST_HELD_OUT_TOKENS = 128
 LARGEST_FILE = 32 * 2**20
+SAMPLED_ROWS = 32
+"""Inputs kept a held-out sequence, to measure the errors of linears on."""
 PASSAGE_CHARACTERS = 1500
 """A calibration file is cut into passages of this length: 300 to 400 tokens of English."""
 
@@ -57,8 +59,13 @@ class CalibrationText:
     held_out: list[Tensor]
 
 
-def calibration_text(tokenizer: Tokenizer, file: Path | None = None) -> CalibrationText:
-    """The built-in text, or a UTF-8 file whose last quarter is held out."""
+def calibration_text(
+    tokenizer: Tokenizer, file: Path | None = None, longest: int = SEQUENCE_TOKENS
+) -> CalibrationText:
+    """The built-in text, or a UTF-8 file whose last quarter is held out.
+
+    No sequence is longer than `longest` tokens. Raises UsageError for a file that cannot serve.
+    """
     name = "builtin" if file is None else file.name
     kept, held_out = builtin_passages() if file is None else file_passages(file)
     parts = (
@@ -67,25 +74,27 @@ def calibration_text(tokenizer: Tokenizer, file: Path | None = None) -> Calibrat
     )
     taken = []
     for passages, budget, least in parts:
-        sequences = encode(passages, tokenizer, budget)
+        sequences = encode(passages, tokenizer, budget, longest)
         tokens = sum(s.shape[0] for s in sequences)
         if tokens < least:
             raise UsageError(
-                f"--calib {file}: too short: one part has {tokens} tokens, {least} are needed "
+                f"--calib {file or name}: too short: one part has {tokens} tokens of {least} needed "
                 "(three quarters are for calibration, the last is for measuring)"
             )
         taken.append(sequences)
     return CalibrationText(name, *taken)
 
 
-def encode(passages: Sequence[Passage], tokenizer: Tokenizer, budget: int) -> list[Tensor]:
-    """Sequences of at most SEQUENCE_TOKENS, `budget` tokens in all, from a fixed random choice."""
+def encode(
+    passages: Sequence[Passage], tokenizer: Tokenizer, budget: int, longest: int
+) -> list[Tensor]:
+    """Sequences of 2 to `longest` tokens, `budget` in all, from a fixed random choice."""
     order = list(passages)
     random.Random(0).shuffle(order)
     sequences = []
     for passage in order:
         ids = torch.tensor(passage.encode(tokenizer)[:budget], dtype=torch.int64)
-        sequences += [part for part in torch.split(ids, SEQUENCE_TOKENS) if part.shape[0] > 1]
+        sequences += [part for part in torch.split(ids, longest) if part.shape[0] > 1]
         budget -= ids.shape[0]
         if budget <= 1:
             break
@@ -164,29 +173,16 @@ def cut(text: str) -> list[str]:
     return [piece for piece in pieces if piece.strip()]
 
 
-class ChannelMaxima:
-    """Observes a layer: the largest |x| of each input channel, by group."""
-
-    def __init__(self) -> None:
-        self.absmax: dict[str, Tensor] = {}
+class ChannelMaxima(dict[str, Tensor]):
+    """Observes one sequence in a layer: by group, the largest |x| of each input channel [in]."""
 
     def __call__(self, group: str, x: Tensor) -> None:
-        largest = x.abs().amax(dim=0)
-        known = self.absmax.get(group)
-        self.absmax[group] = largest if known is None else torch.maximum(known, largest)
+        self[group] = x.abs().amax(dim=0)
 
 
-class RowSample:
-    """Observes a layer: evenly spaced rows of each sequence, by group, to measure errors on."""
-
-    def __init__(self, rows_a_sequence: int) -> None:
-        self.rows_a_sequence = rows_a_sequence
-        self._parts: dict[str, list[Tensor]] = defaultdict(list)
+class SampledRows(dict[str, Tensor]):
+    """Observes one sequence in a layer: by group, evenly spaced rows of the input [rows, in]."""
 
     def __call__(self, group: str, x: Tensor) -> None:
-        step = max(1, x.shape[0] // self.rows_a_sequence)
-        self._parts[group].append(x[::step][: self.rows_a_sequence].clone())
-
-    def rows(self, group: str) -> Tensor:
-        """[rows, in] fp32."""
-        return torch.cat(self._parts[group])
+        step = max(1, x.shape[0] // SAMPLED_ROWS)
+        self[group] = x[::step][:SAMPLED_ROWS].clone()

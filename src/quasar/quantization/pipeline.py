@@ -6,11 +6,11 @@ measured against BF16 on held-out text, and the better one is what the folder ho
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,12 @@ from quasar.models.layer import (
     layer_prefix,
     read_layer,
 )
-from quasar.quantization.calibrate import calibration_text
+from quasar.quantization.calibrate import SEQUENCE_TOKENS, calibration_text
 from quasar.quantization.report import REPORT_FILE, Report, peak_memory
 from quasar.quantization.smooth import SMOOTHERS
-from quasar.quantization.trial import Trial, TrialResult
+from quasar.quantization.trial import Trial, TrialResult, workers
 from quasar.quantization.weights import QuantizedLayer
 from quasar.text.tokenizer import load_tokenizer
-
-GENERATION_FILE = "generation_config.json"
 
 log = logging.getLogger("quasar")
 
@@ -79,7 +77,7 @@ def quantize(
     run = _Run(checkpoint, options or QuantizeOptions(), progress or (lambda *_: None))
     with CheckpointWriter(out) as writer:
         result = run.write_recipe(writer)
-        if not result.recipe.kl > result.rtn.kl:
+        if result.recipe.kl <= result.rtn.kl:
             return run.finish(writer, result, run.options.smooth)
     log.warning(
         "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept instead",
@@ -104,17 +102,19 @@ class _Run:
         self.config = parse_config(checkpoint.config)
         check_model(checkpoint, self.config)
         self.tokenizer = load_tokenizer(checkpoint)
-        self.text = calibration_text(self.tokenizer, options.calibration)
+        longest = min(SEQUENCE_TOKENS, self.config.context_length)
+        self.text = calibration_text(self.tokenizer, options.calibration, longest)
 
     def write_recipe(self, writer: CheckpointWriter) -> TrialResult:
         """All tensors as the recipe makes them, and what that does to the model's predictions."""
-        trial = Trial(
-            self.config, self.options.smooth, self.text, self.checkpoint.tensor(EMBEDDING)
-        )
-        self._write(writer, "layers", trial.advance)
-        norm = self.checkpoint.tensor(FINAL_NORM).float()
-        head = head_rows(self.checkpoint, self.config)
-        return trial.result(norm, head, lambda done, all: self.progress("measuring", done, all))
+        with workers() as pool:
+            table = self.checkpoint.tensor(EMBEDDING)
+            trial = Trial(self.config, self.options.smooth, self.text, table, pool)
+            del table
+            self._write(writer, "layers", trial.advance)
+            norm = self.checkpoint.tensor(FINAL_NORM).float()
+            head = head_rows(self.checkpoint, self.config)
+            return trial.result(norm, head, partial(self.progress, "measuring"))
 
     def write_plain(self, writer: CheckpointWriter) -> None:
         """All tensors by round-to-nearest."""
@@ -144,8 +144,6 @@ class _Run:
         """Everything but the tensors; then the folder becomes visible."""
         writer.add_json("config.json", folder_config(self.checkpoint))
         self.tokenizer.save(writer.folder)
-        generation = json.loads((writer.folder / GENERATION_FILE).read_text(encoding="utf-8"))
-        writer.add_json(GENERATION_FILE, {**self.checkpoint.generation_config, **generation})
         report = Report(
             scheme=self.options.scheme,
             smooth=smooth,

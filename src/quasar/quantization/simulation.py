@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,8 @@ from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer, head_chunks
 from quasar.quantization.weights import QuantizedLayer
 
-HEAD_CHUNK = 4096
-"""Vocabulary rows of the head in one product: a tile of 2,000 positions is 33 MB."""
+HEAD_CHUNK, POSITIONS = 4096, 256
+"""Vocabulary rows by text positions in one tile of logits: 4 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,7 @@ class Fidelity:
 class _Scores:
     """Running statistics of one arm over chunks of the vocabulary; all [positions]."""
 
-    def __init__(self, targets: Tensor) -> None:
-        self.targets = targets
-        positions = targets.shape[0]
+    def __init__(self, positions: int) -> None:
         self.logsumexp = torch.full((positions,), -math.inf)
         self.best = torch.full((positions,), -math.inf)
         self.argmax = torch.zeros(positions, dtype=torch.int64)
@@ -66,44 +65,65 @@ class _Scores:
         self.excess = torch.zeros(positions)
         """E_p[z_reference - z] over the part seen, p the reference's distribution on it."""
 
-    def add(self, start: int, logits: Tensor) -> None:
+    def add(self, start: int, logits: Tensor, targets: Tensor) -> None:
         best, index = logits.max(dim=1)
         self.argmax = torch.where(best > self.best, index + start, self.argmax)
         self.best = torch.maximum(best, self.best)
         self.logsumexp = torch.logaddexp(self.logsumexp, logits.logsumexp(dim=1))
-        inside = (self.targets >= start) & (self.targets < start + logits.shape[1])
-        rows = inside.nonzero()[:, 0]
-        self.target_logit[rows] = logits[rows, self.targets[rows] - start]
+        rows = ((targets >= start) & (targets < start + logits.shape[1])).nonzero()[:, 0]
+        self.target_logit[rows] = logits[rows, targets[rows] - start]
 
-    def fidelity(self, reference: _Scores) -> Fidelity:
-        # KL(p | q) = E_p[log p - log q] = E_p[z_p - z_q] - lse_p + lse_q.
+    def sums(self, reference: _Scores) -> Tensor:
+        """Sums over positions, fp64: KL divergence, agreeing tokens, negative log-likelihood.
+
+        KL(p | q) = E_p[log p - log q] = E_p[z_p - z_q] - lse_p + lse_q.
+        """
         kl = self.excess - reference.logsumexp + self.logsumexp
         agree = self.argmax == reference.argmax
-        nll = (self.logsumexp - self.target_logit).double().mean()
-        return Fidelity(float(kl.double().mean()), float(agree.double().mean()), float(nll.exp()))
+        return torch.stack(
+            [x.double().sum() for x in (kl, agree, self.logsumexp - self.target_logit)]
+        )
+
+
+class _Positions:
+    """A slice of the text in all arms."""
+
+    def __init__(self, arms: Sequence[Tensor], targets: Tensor) -> None:
+        self.arms, self.targets = arms, targets
+        self.scores = [_Scores(len(targets)) for _ in arms]
+
+    def add(self, start: int, rows: Tensor) -> None:
+        """rows [chunk, hidden] fp32: the head from token id `start` on."""
+        reference, before = self.scores[0], self.scores[0].logsumexp
+        expected = self.arms[0] @ rows.t()
+        reference.add(start, expected, self.targets)
+        kept = (before - reference.logsumexp).exp()
+        weights = (expected - reference.logsumexp[:, None]).exp_()
+        for arm, score in zip(self.arms[1:], self.scores[1:], strict=True):
+            logits = arm @ rows.t()
+            score.add(start, logits, self.targets)
+            score.excess = score.excess * kept + (weights * (expected - logits)).sum(dim=1)
+
+    def sums(self) -> Tensor:
+        return torch.stack([score.sums(self.scores[0]) for score in self.scores])
 
 
 def compare(
     arms: Sequence[Tensor],
     head: Tensor,
     targets: Tensor,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    workers: Executor,
+    progress: Callable[[int, int], None],
 ) -> list[Fidelity]:
     """Fidelity of each arm to arm 0, in one stream over the head.
 
     arms: final-norm outputs [positions, hidden] fp32; head [vocab, hidden] bf16; targets
-    [positions], the text's next tokens.
+    [positions], the text's next tokens. Slices of positions are spread over `workers`.
     """
-    scores = [_Scores(targets) for _ in arms]
+    cuts = [torch.split(x, POSITIONS) for x in (*arms, targets)]
+    parts = [_Positions(states, ids) for *states, ids in zip(*cuts, strict=True)]
     for start, rows in head_chunks(head, HEAD_CHUNK):
-        before = scores[0].logsumexp
-        reference = arms[0] @ rows.t()
-        scores[0].add(start, reference)
-        kept = (before - scores[0].logsumexp).exp()
-        weights = (reference - scores[0].logsumexp[:, None]).exp_()
-        for arm, score in zip(arms[1:], scores[1:], strict=True):
-            logits = arm @ rows.t()
-            score.add(start, logits)
-            score.excess = score.excess * kept + (weights * (reference - logits)).sum(dim=1)
-        progress(start + rows.shape[0], head.shape[0])
-    return [score.fidelity(scores[0]) for score in scores]
+        list(workers.map(lambda part, start=start, rows=rows: part.add(start, rows), parts))
+        progress(start + len(rows), len(head))
+    means = torch.stack([part.sums() for part in parts]).sum(dim=0) / len(targets)
+    return [Fidelity(kl, top1, math.exp(nll)) for kl, top1, nll in means.tolist()]

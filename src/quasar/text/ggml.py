@@ -3,7 +3,9 @@
 `gpt2` is byte-level BPE behind a pre-tokeniser named by `tokenizer.ggml.pre`; `llama` is
 SentencePiece BPE with byte fallback, its merges implied by the scores: of all neighbours whose
 concatenation is a piece, the one of the highest score merges first. No Unicode normalisation takes
-place, even where a model's tokenizer.json calls for NFC: llama.cpp does none.
+place, even where a model's tokenizer.json calls for NFC: llama.cpp does none. One difference is
+meant: llama.cpp recognises normal tokens that read like end tokens (`</s>` in Qwen's vocabulary) in
+any text; here the file's own token types count, as they do in the model's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ class Vocabulary:
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         self._metadata = metadata
         self.where = where
-        self.model = self.get("model", str)
+        self.model = self.get("model", str, "")
+        if not self.model:
+            raise CheckpointError(f"{where}: tokenizer.ggml.model is missing")
         self.tokens: list[str] = self._strings("tokens")
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens) or not self.tokens:

@@ -27,8 +27,10 @@ def token_pieces(tokenizer: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
 
     Raises CheckpointError if the tokenizer's decoder is neither byte-level nor SentencePiece-like.
     """
-    layout = json.loads(tokenizer.to_str())
-    steps = _steps(layout.get("decoder"))
+    decoder = tokenizer.decoder
+    if decoder is None:
+        raise CheckpointError("tokenizer.json: it has no decoder")
+    steps = _steps(json.loads(decoder.__getstate__()))
     kinds = [step["type"] for step in steps]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=0)
@@ -38,8 +40,10 @@ def token_pieces(tokenizer: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
     if kinds == ["ByteLevel"]:
         alphabet = byte_alphabet()
         for token, index in vocabulary.items():
-            known = all(character in alphabet for character in token)
-            pieces[index] = bytes(alphabet[c] for c in token) if known else token.encode()
+            try:
+                pieces[index] = bytes(map(alphabet.__getitem__, token))
+            except KeyError:
+                pieces[index] = token.encode()
     elif _is_sentencepiece(steps):
         fallback = "ByteFallback" in kinds
         for token, index in vocabulary.items():
@@ -48,14 +52,12 @@ def token_pieces(tokenizer: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
             pieces[index] = bytes.fromhex(match[1]) if match else text
     else:
         raise CheckpointError(f"tokenizer.json: decoder {'+'.join(kinds)!r} is not supported")
-    for added in layout["added_tokens"]:
-        pieces[added["id"]] = added["content"].encode()
+    for index, added in tokenizer.get_added_tokens_decoder().items():
+        pieces[index] = added.content.encode()
     return pieces, any(_strips(step) for step in steps)
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    if decoder is None:
-        raise CheckpointError("tokenizer.json: it has no decoder")
     if decoder["type"] == "Sequence":
         return [step for part in decoder["decoders"] for step in _steps(part)]
     return [decoder]

@@ -34,11 +34,12 @@ class Tokenizer:
         self,
         tokenizer: tokenizers.Tokenizer,
         config: Mapping[str, Any],
-        eos_ids: frozenset[int],
+        generation: Mapping[str, Any],
         model_vocab_size: int,
     ) -> None:
         """`config`: the keys of tokenizer_config.json, `chat_template` resolved to one text.
 
+        `generation`: those of generation_config.json, `eos_token_id` a list of every end token.
         `model_vocab_size` bounds what `encode` may return: some tokenizers know more tokens than
         their model has embeddings.
         """
@@ -46,7 +47,8 @@ class Tokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._config = config
-        self.eos_ids = eos_ids
+        self._generation = generation
+        self.eos_ids = frozenset(generation["eos_token_id"])
         self._limit = model_vocab_size
         self.pieces, self.strips_space = token_pieces(tokenizer)
         self.special_ids = frozenset(
@@ -70,9 +72,13 @@ class Tokenizer:
         `add_special_tokens` adds BOS and EOS if the model wants them.
         """
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError:
             raise UsageError("the text holds lone surrogates, which no tokenizer accepts") from None
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the Rust library raises plain Exception
+            raise CheckpointError(f"the model's tokenizer fails on this text: {error}") from None
         if ids and max(ids) >= self._limit:
             token = self._tokenizer.id_to_token(max(ids))
             raise UsageError(f"the text holds {token!r}, a token that the model does not have")
@@ -113,19 +119,13 @@ class Tokenizer:
         )
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and generation_config.json.
-
-        transformers and vLLM load them as they are.
+        """Write tokenizer.json, tokenizer_config.json (with the chat template) and
+        generation_config.json, as transformers and vLLM load them.
         """
         self._tokenizer.save(str(folder / "tokenizer.json"))
         config = {k: v for k, v in self._config.items() if k != "auto_map"}
         _write(folder / "tokenizer_config.json", config)
-        generation: dict[str, Any] = {"eos_token_id": sorted(self.eos_ids)}
-        for key in ("bos_token", "pad_token"):
-            index = self._tokenizer.token_to_id(_content(self._config.get(key)) or "")
-            if index is not None:
-                generation[f"{key}_id"] = index
-        _write(folder / "generation_config.json", generation)
+        _write(folder / "generation_config.json", self._generation)
 
 
 def load_tokenizer(checkpoint: TokenizerSource) -> Tokenizer:
@@ -144,15 +144,17 @@ def _from_gguf(checkpoint: TokenizerSource, metadata: Mapping[str, Any]) -> Toke
         "add_eos_token": vocabulary.add_eos,
         "clean_up_tokenization_spaces": False,
     }
+    generation: dict[str, Any] = {"eos_token_id": sorted(vocabulary.end_ids())}
     for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = vocabulary.special(name)
         if index is not None:
             config[f"{key}_token"] = vocabulary.tokens[index]
+            generation.setdefault(f"{key}_token_id", index)
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
         config["chat_template"] = _template(template, where)
     tokenizer = build_tokenizer(vocabulary)
-    return Tokenizer(tokenizer, config, frozenset(vocabulary.end_ids()), _vocab_size(checkpoint))
+    return Tokenizer(tokenizer, config, generation, _vocab_size(checkpoint))
 
 
 def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
@@ -178,7 +180,8 @@ def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
     ids = {*_ids(checkpoint, "config"), *_ids(checkpoint, "generation_config")}
     if eos is not None:
         ids.add(eos)
-    return Tokenizer(tokenizer, config, frozenset(ids), _vocab_size(checkpoint))
+    generation = {**checkpoint.generation_config, "eos_token_id": sorted(ids)}
+    return Tokenizer(tokenizer, config, generation, _vocab_size(checkpoint))
 
 
 def _vocab_size(checkpoint: TokenizerSource) -> int:

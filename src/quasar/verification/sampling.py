@@ -1,7 +1,7 @@
 """From a row of logits to a token: filters become one threshold, noise is keyed by position.
 
-Order of the filters: temperature, top-k, top-p, min-p. Each keeps ties of its last token, so that the
-kept set depends on the logits alone. All sums are sequential fp64: no thread changes a bit.
+Order of the filters: temperature, top-k, top-p, min-p. Each keeps ties of its last token, so that
+the kept set depends on the logits alone. All sums are sequential fp64: no thread changes a bit.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ PRECISIONS = ("bf16", "w8a8")
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Logits [rows, vocabulary] fp32 (valid until the next pass) and the hidden states asked for."""
+    """Logits [rows, vocabulary] fp32, valid until the next pass, and the hidden states wanted."""
 
     logits: Buffer
     hidden: list[Tensor]

@@ -17,7 +17,7 @@ ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that a terminal acts on; without its ESC an incomplete sequence is mere text."""
 
-Cell = str | int | float
+NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?|-")
 
 
 def harmless(text: str) -> str:
@@ -36,24 +36,18 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """Aligned columns: text to the left, numbers to the right."""
-    texts = [
-        [f"{cell:,.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
-    numeric = [
-        bool(rows) and all(not isinstance(row[i], str) for row in rows) for i in range(len(headers))
-    ]
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: text to the left, columns of numbers to the right."""
+    columns = list(zip(headers, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(map(NUMBER.fullmatch, column[1:])) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, numeric, strict=True)
-        )
+        placed = zip(cells, widths, right, strict=True)
+        padded = (cell.rjust(n) if number else cell.ljust(n) for cell, n, number in placed)
         return "  ".join(padded).rstrip()
 
-    return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, texts)])
+    return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, rows)])
 
 
 def listing(pairs: Iterable[tuple[str, object]]) -> str:
@@ -100,11 +94,11 @@ class Bars:
             MofNCompleteColumn,
             Progress,
             TextColumn,
-            TimeElapsedColumn,
+            TimeRemainingColumn,
         )
 
         text, bar = TextColumn("{task.description}"), BarColumn()
-        columns = (text, bar, MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (text, bar, MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
         self._display = Progress(*columns, console=Console(stderr=True))
         self._display.start()
         return self._display

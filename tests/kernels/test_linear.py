@@ -1,0 +1,188 @@
+"""Matrix products against their twin: W8A8 bit for bit, BF16 closely; and row invariance.
+
+The twin's INT8 product (torch._int_mm) reads no input of width 1, so widths start at 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import TIERS_HERE, native
+from torch import Tensor
+
+from quasar.kernels.base import Backend, Buffer, DenseWeight, Int8Weight, LinearWeight
+from quasar.kernels.reference import ReferenceBackend, quantize_rows
+
+EPS = 1e-5
+PRECISIONS = ("w8a8", "bf16")
+ROWS = (*range(1, 41), 130)
+
+pytestmark = pytest.mark.skipif(not TIERS_HERE, reason="no native tier runs here")
+tiers = pytest.mark.parametrize("tier", TIERS_HERE)
+precisions = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+@dataclass
+class Case:
+    """Inputs [rows, k] and two layers k -> n of one precision."""
+
+    x: Tensor
+    norm: Tensor
+    first: LinearWeight
+    second: LinearWeight
+    residual: Tensor
+
+    @classmethod
+    def make(
+        cls, precision: str, rows: int, n: int, k: int, bias: bool = True, seed: int = 0
+    ) -> Case:
+        g = torch.Generator().manual_seed(seed)
+
+        def layer() -> LinearWeight:
+            offset = torch.randn(n, generator=g) if bias else None
+            if precision == "bf16":
+                return DenseWeight((torch.randn(n, k, generator=g) / k**0.5).bfloat16(), offset)
+            codes = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
+            return Int8Weight(codes, torch.rand(n, generator=g) / k**0.5 / 50, offset)
+
+        magnitudes = 10 ** (4 * torch.rand(rows, 1, generator=g) - 2)
+        x = torch.randn(rows, k, generator=g) * magnitudes
+        norm = torch.randn(1, k, generator=g)
+        return cls(x, norm, layer(), layer(), torch.randn(rows, n, generator=g))
+
+    def results(self, backend: Backend, rows: slice = slice(None)) -> dict[str, Tensor]:
+        """All three operations on some of the rows."""
+        x, norm = Buffer.of(self.x[rows].contiguous()), Buffer.of(self.norm)
+        m, n = x.tensor.shape[0], self.first.out_features
+        linear = backend.pack(self.first)
+        plain, gated = Buffer.empty(m, n), Buffer.empty(m, n)
+        added = Buffer.of(self.residual[rows].clone())
+        backend.norm_linear(m, x, norm, EPS, linear, plain)
+        backend.norm_gated(m, x, norm, EPS, backend.pack_gated(self.first, self.second), gated)
+        backend.linear_add(m, x, linear, added)
+        return {"plain": plain.tensor, "gated": gated.tensor, "added": added.tensor}
+
+
+def assert_agree(case: Case, found: dict[str, Tensor], precision: str) -> None:
+    """W8A8 has one result; the twin's exponential and its BF16 sums may round elsewhere.
+
+    Terms of a sum are about as large as the input, or 1 where it was normalised.
+    """
+    tolerance = 1e-5 + 2**-22 * case.x.shape[1] ** 0.5
+    terms = case.x.abs().amax(dim=-1, keepdim=True).clamp(min=1)
+    for name, value in case.results(ReferenceBackend()).items():
+        if precision == "w8a8" and name != "gated":
+            assert torch.equal(found[name], value), name
+        else:
+            largest = value.abs().amax(dim=-1, keepdim=True).maximum(terms)
+            assert ((found[name] - value).abs() <= tolerance * largest).all(), name
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rows: slice) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value[rows]), name
+
+
+@tiers
+@given(
+    precision=st.sampled_from(PRECISIONS),
+    rows=st.sampled_from(ROWS),
+    n=st.integers(1, 150),
+    k=st.integers(1, 400),
+    bias=st.booleans(),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=120, deadline=None)
+def test_odd_shapes_agree_with_the_twin(
+    tier: str, precision: str, rows: int, n: int, k: int, bias: bool, threads: int, seed: int
+) -> None:
+    case = Case.make(precision, rows, n, k, bias, seed)
+    assert_agree(case, case.results(native(tier, threads)), precision)
+
+
+@tiers
+@precisions
+@pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (48, 4864), (33, 65536)], ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 17])
+def test_model_shapes_agree_with_the_twin(
+    tier: str, precision: str, rows: int, shape: tuple[int, int]
+) -> None:
+    case = Case.make(precision, rows, *shape)
+    assert_agree(case, case.results(native(tier, 2)), precision)
+
+
+@tiers
+@precisions
+def test_many_rows_agree_with_the_twin(tier: str, precision: str) -> None:
+    case = Case.make(precision, 512, 70, 96)
+    assert_agree(case, case.results(native(tier, 2)), precision)
+
+
+@tiers
+@precisions
+@pytest.mark.parametrize("shape", [(75, 210), (160, 1024)], ids=str)
+def test_a_row_depends_on_nothing_beside_it(
+    tier: str, precision: str, shape: tuple[int, int]
+) -> None:
+    """Alone, in any company and for any number of threads a row has the same bits."""
+    case = Case.make(precision, 512, *shape)
+    expected = case.results(native(tier, 1))
+    for rows in (*range(1, 41), 130):
+        found = case.results(native(tier, 1 + rows % 3), slice(rows, 2 * rows))
+        assert_equal(found, expected, slice(rows, 2 * rows))
+    for row in (0, 13, 14, 511):
+        found = case.results(native(tier, 2), slice(row, row + 1))
+        assert_equal(found, expected, slice(row, row + 1))
+
+
+@tiers
+def test_extreme_codes_do_not_overflow(tier: str) -> None:
+    """All weights -128 and all activations 127 over 65536 inputs: the largest sum there is."""
+    k = 65536
+    weight = Int8Weight(torch.full((40, k), -128, dtype=torch.int8), torch.ones(40))
+    x, out = Buffer.of(torch.ones(2, k)), Buffer.of(torch.zeros(2, 40))
+    backend = native(tier, 2)
+    backend.linear_add(2, x, backend.pack(weight), out)
+    scale = quantize_rows(x.tensor[:1])[1]
+    assert torch.equal(out.tensor, torch.full((2, 40), -128.0 * 127 * k) * scale)
+
+
+@tiers
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-38, 3e38], ids=str)
+def test_extreme_inputs_quantise_as_the_twin_does(tier: str, value: float) -> None:
+    """A row of zeros, of denormals, of the largest numbers."""
+    case = Case.make("w8a8", 3, 33, 64, bias=False)
+    case.x = value * torch.sign(case.x)
+    found, expected = case.results(native(tier, 1)), case.results(ReferenceBackend())
+    assert torch.equal(found["added"], expected["added"])
+
+
+@tiers
+@precisions
+def test_a_nan_stays_visible(tier: str, precision: str) -> None:
+    case = Case.make(precision, 4, 40, 100)
+    case.x[2, 57] = torch.nan
+    found = case.results(native(tier, 2))
+    clean = torch.tensor([0, 1, 3])
+    for name, value in found.items():
+        assert value[2].isnan().all(), name
+        assert not value[clean].isnan().any(), name
+
+
+@tiers
+def test_gates_of_any_size(tier: str) -> None:
+    """silu is exact zero or the gate itself far out, and never NaN or infinite."""
+    gates = torch.tensor([-1e30, -200.0, -89.0, -88.0, -87.0, -20.0, -1e-30, 0.0, 1.0, 88.0, 1e30])
+    n = gates.numel()
+    zeros = torch.zeros(n, 16, dtype=torch.bfloat16)
+    gate, up = DenseWeight(zeros, gates), DenseWeight(zeros, torch.full((n,), 3.0))
+    backend, out = native(tier, 1), Buffer.empty(1, n)
+    row = Buffer.of(torch.ones(1, 16))
+    backend.norm_gated(1, row, row, EPS, backend.pack_gated(gate, up), out)
+    expected = 3 * torch.nn.functional.silu(gates.double())
+    assert torch.allclose(out.tensor[0].double(), expected, rtol=1e-6, atol=1e-35)

@@ -1,0 +1,138 @@
+"""The calibration text: the built-in one, and files that are refused."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from quasar.checkpoints import open_checkpoint
+from quasar.errors import UsageError
+from quasar.quantization.calibrate import (
+    CALIBRATION_TOKENS,
+    HELD_OUT_TOKENS,
+    LARGEST_FILE,
+    ChannelMaxima,
+    SampledRows,
+    builtin_passages,
+    calibration_text,
+    cut,
+    parse_passages,
+)
+from quasar.text.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def tokenizer(write_model):
+    return load_tokenizer(open_checkpoint(write_model()))
+
+
+def decoded(tokenizer, sequences):
+    return [tokenizer.decode(ids.tolist()) for ids in sequences]
+
+
+def test_builtin_text_is_varied_and_split():
+    kept, held_out = builtin_passages()
+    kinds = {"prose", "chat", "code", "mathematics", "table"}
+    assert {p.kind for p in kept} == {p.kind for p in held_out} == kinds
+    assert not {p.text for p in kept} & {p.text for p in held_out}
+    size = sum(len(p.text.encode()) for p in kept + held_out)
+    assert 28_000 < size < 40_000
+    text = "".join(p.text for p in kept + held_out)
+    for sign in ("ß", "é", "ñ", "的", "の", "й", "한", "و", "ह", "\\frac", "fn ", "SELECT", "|---"):
+        assert sign in text
+
+
+def test_conversations_take_turns():
+    for passage in (p for part in builtin_passages() for p in part if p.kind == "chat"):
+        roles = [turn["role"] for turn in passage.turns]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) and roles
+        assert all(turn["content"] for turn in passage.turns)
+
+
+def test_marker_lines_are_not_text():
+    chat, prose = parse_passages("=== chat\n--- user\na\n--- x\n--- assistant\nb\n\n=== prose\nc\n")
+    assert [t["role"] for t in chat.turns] == ["user", "x", "assistant"]
+    assert chat.text == "a\n\n\n\nb"
+    assert (prose.text, prose.turns) == ("c", ())
+
+
+def test_sequences_fill_the_budgets(tokenizer):
+    text = calibration_text(tokenizer)
+    assert sum(map(len, text.calibration)) == CALIBRATION_TOKENS
+    assert sum(map(len, text.held_out)) == HELD_OUT_TOKENS
+    assert max(map(len, text.calibration)) == 512
+    again = calibration_text(tokenizer)
+    pairs = zip(text.calibration, again.calibration, strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert max(map(len, calibration_text(tokenizer, longest=64).calibration)) == 64
+
+
+def test_some_passages_go_through_the_template(tokenizer, tmp_path):
+    assert any("<user>" in t for t in decoded(tokenizer, calibration_text(tokenizer).calibration))
+    file = tmp_path / "mine.txt"
+    file.write_text("Words of mine, one after the other.\n" * 400)
+    found = decoded(tokenizer, calibration_text(tokenizer, file).calibration)
+    assert any("<user>Words" in t for t in found)
+    assert any("<user>" not in t for t in found)
+
+
+def test_the_tail_of_a_file_is_held_out(tokenizer, tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + b"a" * 6000 + b"b" * 2000)
+    text = calibration_text(tokenizer, file)
+    assert text.name == "mine.txt"
+    assert set("".join(decoded(tokenizer, text.held_out))) <= set("b<user>\n")
+    assert "a" in "".join(decoded(tokenizer, text.calibration))
+    assert "\ufeff" not in "".join(decoded(tokenizer, text.calibration))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000, 5000])
+def test_cutting_loses_nothing(size):
+    text = "".join(chr(97 + i * i % 23) for i in range(size))
+    assert "".join(cut(text)) == text
+    assert max(map(len, cut("one two three\n" * 900))) <= 1500
+    assert all(piece.endswith("\n") for piece in cut("one two three\n" * 900))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"),
+        (b" \n\t\n", "empty"),
+        (b"\xff\xfe\x00\x01 not text", "not UTF-8"),
+        ("caf\u00e9 ".encode("latin-1") * 500, "not UTF-8"),
+        (b"text and \x00 a zero byte" * 100, "NUL"),
+        (b"too little text", "too short"),
+        (b"x" * 500, "too short"),
+    ],
+)
+def test_unusable_files_are_refused(tokenizer, tmp_path, content, message):
+    file = tmp_path / "calib.txt"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"calib\.txt.*{message}"):
+        calibration_text(tokenizer, file)
+
+
+def test_missing_folder_and_huge_files_are_refused(tokenizer, tmp_path):
+    with pytest.raises(UsageError, match=r"none\.txt.*No such file"):
+        calibration_text(tokenizer, tmp_path / "none.txt")
+    with pytest.raises(UsageError, match="directory"):
+        calibration_text(tokenizer, tmp_path)
+    huge = tmp_path / "huge.txt"
+    huge.touch()
+    os.truncate(huge, LARGEST_FILE + 1)
+    with pytest.raises(UsageError, match="excerpt"):
+        calibration_text(tokenizer, huge)
+
+
+def test_observers():
+    x = torch.tensor([[1.0, -5.0], [-3.0, 2.0]])
+    maxima, rows = ChannelMaxima(), SampledRows()
+    maxima("o", x)
+    rows("o", x)
+    assert maxima["o"].tolist() == [3.0, 5.0]
+    assert torch.equal(rows["o"], x)
+    rows("qkv", torch.arange(1000.0)[:, None])
+    assert len(rows["qkv"]) == 32 and rows["qkv"][-1] > 900

@@ -1,0 +1,290 @@
+"""A whole run: what the folder holds, what its report says, and that a failure leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from byte_tokenizer import VOCABULARY
+from quasar.checkpoints import open_checkpoint
+from quasar.errors import CheckpointError, UsageError
+from quasar.kernels.base import Int8Weight
+from quasar.models.families import parse_config
+from quasar.models.layer import LINEARS, logits
+from quasar.quantization import trial
+from quasar.quantization.pipeline import QuantizeOptions, quantize
+from quasar.quantization.smooth import smoothquant
+from quasar.quantization.weights import round_to_nearest
+
+FAMILIES = sorted(tiny.CONFIGS)
+
+
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch):
+    """A tenth of the tokens: these models learn nothing from more."""
+    monkeypatch.setattr("quasar.quantization.calibrate.CALIBRATION_TOKENS", 800)
+    monkeypatch.setattr("quasar.quantization.calibrate.HELD_OUT_TOKENS", 200)
+
+
+def run(folder, out, smooth="smoothquant", **options):
+    return quantize(open_checkpoint(folder), out, QuantizeOptions(smooth=smooth), **options)
+
+
+def stored(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def report_of(folder):
+    return json.loads((folder / "quantization_report.json").read_text())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_folder_is_a_compressed_tensors_checkpoint(write_model, tmp_path, family, tied):
+    source = write_model(family, tie_word_embeddings=tied)
+    run(source, tmp_path / "out")
+    before, after = stored(source), stored(tmp_path / "out")
+    expected = set(before) | {f"{n}_scale" for n in before if n.endswith("_proj.weight")}
+    assert set(after) == expected
+    assert ("lm_head.weight" in after) != tied
+    for name, tensor in after.items():
+        if name.endswith("_proj.weight"):
+            assert tensor.dtype == torch.int8
+            scale = after[f"{name}_scale"]
+            assert (scale.dtype, scale.shape) == (torch.float32, (tensor.shape[0], 1))
+            assert (scale > 0).all()
+        elif not name.endswith("_scale"):
+            assert tensor.dtype == torch.bfloat16
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert torch.equal(after[name], before[name])
+    opened = open_checkpoint(tmp_path / "out")
+    assert opened.format == "compressed-tensors"
+    assert parse_config(opened.config) == parse_config(open_checkpoint(source).config)
+    weight = opened.linear("model.layers.1.mlp.down_proj")
+    assert isinstance(weight, Int8Weight)
+
+
+def test_files_beside_the_tensors(write_model, tmp_path):
+    source = write_model()
+    (source / "generation_config.json").write_text('{"temperature": 0.7, "eos_token_id": 257}')
+    config = json.loads((source / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "code.Model"}
+    (source / "config.json").write_text(json.dumps(config))
+    run(source, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "quantization_report.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"temperature": 0.7, "eos_token_id": [257]}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "auto_map" not in config
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dequantised_folder_predicts_like_the_source(write_model, tmp_path, family):
+    """The weights alone, in fp32: smoothing must not have changed the function."""
+    source, out = write_model(family), tmp_path / "out"
+    run(source, out)
+    tensors = stored(out)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        codes, scale = tensors[name].float(), tensors.pop(f"{name}_scale")
+        tensors[name] = (codes * scale).bfloat16()
+    plain = write_model(family, _name_or_path="dequantised")
+    save_file(tensors, plain / "model.safetensors")
+    tokens = torch.arange(3, 60)
+    expected, found = (
+        logits(checkpoint, parse_config(checkpoint.config), tokens)
+        for checkpoint in (open_checkpoint(source), open_checkpoint(plain))
+    )
+    assert (found - expected).std() < 0.1 * expected.std()
+
+
+def test_report(write_model, tmp_path):
+    source = write_model()
+    report = run(source, tmp_path / "out")
+    content = report_of(tmp_path / "out")
+    summary = content["summary"]
+    assert list(summary) == [
+        *("scheme", "smooth", "group_size", "kl", "kl_rtn", "top1", "top1_rtn", "perplexity"),
+        *("perplexity_rtn", "perplexity_bf16", "seconds", "peak_rss_bytes"),
+    ]
+    assert (summary["scheme"], summary["smooth"]) == ("w8a8", "smoothquant")
+    assert summary["group_size"] is None
+    assert 0 < summary["kl"] < summary["kl_rtn"]
+    assert 0 < summary["top1_rtn"] <= summary["top1"] <= 1
+    assert summary["perplexity_bf16"] > 1
+    assert summary["seconds"] > 0 and summary["peak_rss_bytes"] > 10_000_000
+    checkpoint = open_checkpoint(source)
+    assert content["source"] == {"name": "llama-model", "sha256": checkpoint.fingerprint()}
+    assert content["text"] == {
+        "name": "builtin",
+        "calibration_tokens": 800,
+        "held_out_tokens": 200,
+    }
+    linears = content["linears"]
+    expected = [f"model.layers.{i}.{name}" for i in range(2) for name in LINEARS]
+    assert [entry["name"] for entry in linears] == expected
+    for entry in linears:
+        assert (entry["scheme"], entry["smoothing"]) == ("w8a8", "smoothquant")
+        assert 0 < entry["relative_error"] < 0.2
+    before, after = (
+        sum(e[key] for e in linears) for key in ("relative_error_rtn", "relative_error")
+    )
+    assert after < 0.7 * before
+    assert report.summary() == summary
+
+
+def test_no_smoothing_is_round_to_nearest(write_model, tmp_path):
+    source = write_model()
+    report = run(source, tmp_path / "out", smooth="none")
+    checkpoint, written = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    for name in LINEARS:
+        module = f"model.layers.0.{name}"
+        expected = round_to_nearest(checkpoint.tensor(f"{module}.weight").float())
+        found = written.linear(module)
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.scale, expected.scale)
+    summary = report.summary()
+    assert summary["smooth"] == "none"
+    assert summary["kl"] == summary["kl_rtn"] > 0
+    assert {entry["smoothing"] for entry in report.linears()} == {"none"}
+
+
+def harmful(tensors, absmax, config):
+    """Makes outliers of what were none."""
+    return {g: 1 / s.square() for g, s in smoothquant(tensors, absmax, config).items()}
+
+
+def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypatch, caplog):
+    source = write_model()
+    monkeypatch.setattr(trial, "SMOOTHERS", {"smoothquant": harmful, "none": None})
+    with caplog.at_level(logging.WARNING, logger="quasar"):
+        report = run(source, tmp_path / "out")
+    assert "worse than round-to-nearest" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr("quasar.quantization.calibrate.CALIBRATION_TOKENS", 800)
+    run(source, tmp_path / "plain", smooth="none")
+    kept, plain = stored(tmp_path / "out"), stored(tmp_path / "plain")
+    assert set(kept) == set(plain)
+    assert all(torch.equal(kept[name], plain[name]) for name in plain)
+    content = report_of(tmp_path / "out")
+    summary = content["summary"]
+    assert summary["smooth"] == "none"
+    assert summary["kl"] == summary["kl_rtn"] < content["requested"]["kl"]
+    assert content["requested"]["smooth"] == "smoothquant"
+    for entry in content["linears"]:
+        assert entry["smoothing"] == "none"
+        assert entry["relative_error"] == entry["relative_error_rtn"]
+    assert report.kept == report.result.rtn
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("stage", ["layers", "measuring"])
+def test_an_interrupted_run_leaves_nothing(write_model, tmp_path, stage):
+    source = write_model()
+    threads = torch.get_num_threads()
+
+    def stop(name, done, total):
+        if name == stage and done > 0:
+            raise Interrupt
+
+    folder = tmp_path / "new" / "out"
+    with pytest.raises(Interrupt):
+        run(source, folder, progress=stop)
+    assert not folder.exists()
+    assert list(folder.parent.iterdir()) == []
+    assert torch.get_num_threads() == threads
+    run(source, folder)
+    assert (folder / "model.safetensors").exists()
+
+
+def test_progress_reaches_the_end_of_each_stage(write_model, tmp_path):
+    steps = []
+    run(write_model(), tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert [s for s in steps if s[0] == "layers"] == [("layers", i, 2) for i in range(3)]
+    assert steps[-1] == ("measuring", VOCABULARY, VOCABULARY)
+
+
+def test_an_existing_folder_is_not_touched(write_model, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="already exists"):
+        run(write_model(), out)
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_place_is_refused(write_model, tmp_path):
+    place = tmp_path / "locked"
+    place.mkdir(mode=0o500)
+    with pytest.raises(UsageError, match="cannot write"):
+        run(write_model(), place / "out")
+
+
+def test_a_place_that_cannot_be_is_refused(write_model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write"):
+        run(write_model(), tmp_path / "file" / "out")
+
+
+def test_a_quantised_model_is_refused(write_model, tmp_path):
+    run(write_model(), tmp_path / "once")
+    with pytest.raises(CheckpointError, match="once is already quantised"):
+        run(tmp_path / "once", tmp_path / "twice")
+    assert not (tmp_path / "twice").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight", "lm_head.weight"]
+)
+def test_weights_that_are_no_numbers_are_named(write_model, tmp_path, name, value):
+    source = write_model()
+    tensors = stored(source)
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        run(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
+
+
+def test_missing_tensors_are_refused_before_any_work(write_model, tmp_path):
+    source = write_model()
+    tensors = stored(source)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, source / "model.safetensors")
+
+    def fail(*step):
+        raise AssertionError("work has begun")
+
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj"):
+        run(source, tmp_path / "out", progress=fail)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "w4a8"}, "--scheme w4a8 is not available in this version.*w8a8"),
+        ({"smooth": "search"}, "--smooth search is not available.*smoothquant and none"),
+    ],
+)
+def test_options_of_other_versions_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        QuantizeOptions(**options)

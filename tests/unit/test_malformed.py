@@ -1,0 +1,418 @@
+"""Files nobody vouches for: one CheckpointError each, no code runs, nothing is allocated."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tiny_files
+import torch
+
+from quasar.checkpoints import check_tensors, open_checkpoint
+from quasar.errors import CheckpointError
+from quasar.models.families import parse_config
+from quasar.text.tokenizer import load_tokenizer
+
+F32 = int(gguf.GGMLQuantizationType.F32)
+
+
+def load(path: Path) -> None:
+    """Everything that a loader does with a model."""
+    checkpoint = open_checkpoint(path)
+    parse_config(checkpoint.config)
+    check_tensors(checkpoint, tiny_files.shapes())
+    for name in checkpoint.names():
+        if name.endswith("_proj.weight"):
+            checkpoint.linear(name.removesuffix(".weight"))
+        else:
+            checkpoint.tensor(name)
+    load_tokenizer(checkpoint).encode("the cat", add_special_tokens=True)
+
+
+def refused(path: Path, named: str) -> None:
+    with pytest.raises(CheckpointError, match=named) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+def cut_points(size: int, header: int) -> list[int]:
+    """Each byte near the start, then a spread over the header and the data."""
+    spread = [size * part // 40 for part in range(1, 40)]
+    return sorted({*range(0, 40), *range(40, header, max(1, header // 60)), *spread, size - 1})
+
+
+def test_the_untouched_files_load(tmp_path: Path) -> None:
+    load(tiny_files.write_folder(tmp_path / "folder"))
+    load(tiny_files.write_sharded(tmp_path / "sharded"))
+    load(tiny_files.write_compressed(tmp_path / "compressed"))
+    load(tiny_files.write_gguf(tmp_path / "x.gguf"))
+
+
+def test_truncated_safetensors(tmp_path: Path) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    for cut in cut_points(len(data), int.from_bytes(data[:8], "little") + 8):
+        path.write_bytes(data[:cut])
+        refused(folder, r"model\.safetensors")
+
+
+def test_truncated_gguf(tmp_path: Path) -> None:
+    path = tiny_files.write_gguf(tmp_path / "x.gguf")
+    data = path.read_bytes()
+    header = len(data) - sum(4 * t.numel() for t in tiny_files.tensors().values())
+    for cut in cut_points(len(data), header):
+        path.write_bytes(data[:cut])
+        refused(path, r"x\.gguf")
+
+
+def test_truncated_json(tmp_path: Path) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
+        text = (folder / name).read_bytes()
+        for cut in (1, len(text) // 2, len(text) - 2):
+            (folder / name).write_bytes(text[:cut])
+            refused(folder, name)
+        (folder / name).write_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b"null",
+        b'{"a":1,"a":2}',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"9" * 9999,
+    ],
+    ids=["list", "null", "twice", "bytes", "nested lists", "nested objects", "huge number"],
+)
+def test_json_that_is_no_object(tmp_path: Path, text: bytes) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    (folder / "config.json").write_bytes(text)
+    refused(folder, r"config\.json")
+
+
+def safetensors(header: Any, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(shape: Any, begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ((2**63).to_bytes(8, "little"), "header"),
+        ((2**64 - 1).to_bytes(8, "little") + b"{}", "header"),
+        ((17 << 20).to_bytes(8, "little") + b" " * (17 << 20), "too large"),
+        (safetensors(b"{"), "not valid JSON"),
+        (safetensors(b'{"a":' * 50_000), "not valid JSON"),
+        (safetensors({"a": 1}), "'a' has a malformed"),
+        (safetensors({"a": {"dtype": "F32", "shape": [1]}}), "'a' has a malformed"),
+        (safetensors({"a": entry([1], 0, 4, "F8_E4M3")}, bytes(4)), "'a' has dtype 'F8_E4M3'"),
+        (safetensors({"a": entry([-1], 0, 4)}, bytes(4)), "'a' has the impossible shape"),
+        (safetensors({"a": entry([1.5], 0, 4)}, bytes(4)), "'a' has the impossible shape"),
+        (safetensors({"a": entry([2**40, 2**40], 0, 4)}, bytes(4)), "'a' of .* bytes"),
+        (safetensors({"a": entry([2], 0, 4)}, bytes(4)), "'a' of 8 bytes"),
+        (safetensors({"a": entry([1], -4, 0)}, bytes(4)), "'a' of 4 bytes"),
+        (safetensors({"a": entry([1], 4, 8)}, bytes(4)), "'a' of 4 bytes"),
+        (safetensors({"a": entry([1], 4, 8)}, bytes(8)), "'a' overlaps another or leaves a hole"),
+        (
+            safetensors({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, bytes(8)),
+            "'b' overlaps another",
+        ),
+        (safetensors({"a": entry([1], 0, 4)}, bytes(5)), "tensors end at byte"),
+    ],
+)
+def test_malformed_safetensors(tmp_path: Path, content: bytes, named: str) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, named)
+
+
+def with_tensor(name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    values = tiny_files.tensors()
+    del values[name]
+    return values if value is None else values | {name: value}
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (None, f"lacks tensor '{NORM}'"),
+        (torch.ones(33), NORM),
+        (torch.ones(1, 32), NORM),
+        (torch.ones(32, dtype=torch.int32), f"'{NORM}' holds torch.int32"),
+        (torch.full((32,), torch.nan), f"'{NORM}' holds NaN"),
+        (torch.full((32,), torch.inf, dtype=torch.bfloat16), f"'{NORM}' holds NaN or inf"),
+        (torch.full((32,), 3.4e38), f"'{NORM}' holds NaN or inf"),
+    ],
+    ids=["missing", "size", "rank", "integer", "nan", "infinite", "infinite in bf16"],
+)
+def test_wrong_tensors(tmp_path: Path, value: torch.Tensor | None, named: str) -> None:
+    refused(tiny_files.write_folder(tmp_path, with_tensor(NORM, value)), named)
+
+
+def test_extra_tensor(tmp_path: Path) -> None:
+    values = tiny_files.tensors() | {"model.layers.0.mlp.gate_proj.bias": torch.ones(64)}
+    refused(tiny_files.write_folder(tmp_path, values), r"unexpected tensor .*gate_proj\.bias")
+
+
+def test_shards(tmp_path: Path) -> None:
+    folder = tiny_files.write_sharded(tmp_path)
+    index = folder / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.rename(folder / "gone")
+    refused(folder, "model-00002-of-00002")
+    (folder / "gone").rename(shard)
+    for change, named in (
+        ({"lm_head.weight": "../../etc/passwd"}, r"\.\./\.\./etc/passwd"),
+        ({"lm_head.weight": "model-00001-of-00002.safetensors"}, r"lacks tensor 'lm_head\.weight'"),
+        ({"other": "model-00001-of-00002.safetensors"}, "lacks tensor 'other'"),
+        ({"lm_head.weight": 3}, "weight_map"),
+    ):
+        tiny_files.write_json(index, {"weight_map": {**good["weight_map"], **change}})
+        refused(folder, named)
+    tiny_files.write_json(index, {"weight_map": []})
+    refused(folder, "weight_map")
+
+
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf, 0.0, -0.5])
+def test_scales_that_are_no_positive_numbers(tmp_path: Path, scale: float) -> None:
+    values = tiny_files.quantised(tiny_files.tensors(), torch.float32)
+    values["model.layers.1.mlp.up_proj.weight_scale"][5] = scale
+    refused(tiny_files.write_compressed(tmp_path, values), r"up_proj\.weight_scale.* positive")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"weight_scale": None}, r"lacks tensor .*up_proj\.weight_scale"),
+        ({"weight_scale": torch.ones(63, 1)}, r"up_proj\.weight_scale.*\[63, 1\]"),
+        ({"weight_scale": torch.ones(64, 2)}, r"up_proj\.weight_scale.*\[64, 2\]"),
+        ({"weight_scale": torch.ones(64, 1, dtype=torch.int32)}, r"up_proj\.weight_scale.*int32"),
+        ({"weight": torch.ones(64, 32, dtype=torch.uint8)}, r"up_proj\.weight_scale.*no I8"),
+        ({"weight": torch.ones(64, 32, dtype=torch.bfloat16)}, r"up_proj\.weight"),
+    ],
+)
+def test_wrong_quantised_tensors(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    values = tiny_files.quantised(tiny_files.tensors(), torch.float32)
+    for suffix, value in change.items():
+        del values[f"model.layers.1.mlp.up_proj.{suffix}"]
+        if value is not None:
+            values[f"model.layers.1.mlp.up_proj.{suffix}"] = value
+    refused(tiny_files.write_compressed(tmp_path, values), named)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def string_entry(key: str, value: str) -> bytes:
+    return text(key) + struct.pack("<I", 8) + text(value)
+
+
+ARCHITECTURE = string_entry("general.architecture", "llama")
+
+
+def file(entries: list[bytes], tensors: list[bytes], data: bytes = b"", version: int = 3) -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(entries))
+    head += b"".join(entries) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + data
+
+
+def tensor(name: str, sizes: list[int], kind: int = F32, offset: int = 0) -> bytes:
+    shape = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    return text(name) + shape + struct.pack("<IQ", kind, offset)
+
+
+def array(key: str, kind: int, count: int) -> bytes:
+    return text(key) + struct.pack("<IIQ", 9, kind, count)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "tensors cannot fit"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 2**63), "metadata entries cannot fit"),
+        (file([], [], version=1), "version 1"),
+        (file([], [], version=0x03000000), "version"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**64 - 1) + bytes(9), "truncated"),
+        (file([array("a", 8, 2**62)], []), "'a' cannot fit"),
+        (file([array("a", 4, 2**62)], []), "'a' cannot fit"),
+        (file([array("a", 9, 1)], []), "'a' has unknown type 9"),
+        (file([text("a") + struct.pack("<I", 77)], []), "'a' has unknown type 77"),
+        (file([ARCHITECTURE, ARCHITECTURE], []), "'general.architecture' appears twice"),
+        (file([], []), "general.architecture is missing"),
+        (file([text("a") + struct.pack("<IQ", 8, 2) + b"\xff\xff"], []), "not UTF-8"),
+        (
+            file([text("general.alignment") + struct.pack("<II", 4, 0)], []),
+            "general.alignment is 0",
+        ),
+        (
+            file([text("general.alignment") + struct.pack("<II", 4, 3)], []),
+            "general.alignment is 3",
+        ),
+        (file([ARCHITECTURE], [tensor("t", [1])]), "'t' ends at byte"),
+        (file([ARCHITECTURE], [tensor("t", [8], offset=2**40)], bytes(32)), "'t' ends at byte"),
+        (file([ARCHITECTURE], [tensor("t", [8], offset=2**64 - 32)], bytes(32)), "'t' ends at"),
+        (file([ARCHITECTURE], [tensor("t", [8], offset=4)], bytes(64)), "'t' overlaps .* aligned"),
+        (file([ARCHITECTURE], [tensor("t", [2**62, 4])], bytes(32)), "'t' has the impossible"),
+        (file([ARCHITECTURE], [tensor("t", [0])], bytes(32)), "'t' has the impossible shape"),
+        (file([ARCHITECTURE], [tensor("t", [33], kind=8)], bytes(64)), "'t' has the impossible"),
+        (file([ARCHITECTURE], [tensor("t", [32], kind=999)], bytes(64)), "'t' has unknown type"),
+        (file([ARCHITECTURE], [tensor("t", [256], kind=15)], bytes(512)), "Q8_K"),
+        (file([ARCHITECTURE], [tensor("t", [])], bytes(32)), "'t' has 0 dimensions"),
+        (file([ARCHITECTURE], [tensor("t", [1] * 5)], bytes(32)), "'t' has 5 dimensions"),
+        (file([ARCHITECTURE], [tensor("t", [8])] * 2, bytes(64)), "'t' appears twice"),
+        (
+            file([ARCHITECTURE], [tensor("t", [16]), tensor("u", [8], offset=32)], bytes(64)),
+            "'u' overlaps",
+        ),
+        (
+            file([ARCHITECTURE, text("split.count") + struct.pack("<IH", 2, 3)], []),
+            "one part of a split model",
+        ),
+    ],
+)
+def test_malformed_gguf(tmp_path: Path, content: bytes, named: str) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        refused(path, named)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_gguf_with_nan_scales(tmp_path: Path) -> None:
+    writer = tiny_files.start_gguf(tmp_path / "x.gguf")
+    block = np.zeros((32, 34), np.uint8)
+    block[3, :2] = np.array([np.nan], np.float16).view(np.uint8)
+    writer.add_tensor("blk.0.attn_output.weight", block, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    tiny_files.finish_gguf(writer)
+    checkpoint = open_checkpoint(tmp_path / "x.gguf")
+    with pytest.raises(CheckpointError, match=r"x\.gguf.*o_proj\.weight' holds NaN"):
+        checkpoint.linear("model.layers.0.self_attn.o_proj")
+
+
+def test_gguf_rows_that_do_not_fit_the_heads(tmp_path: Path) -> None:
+    writer = tiny_files.start_gguf(tmp_path / "x.gguf")
+    writer.add_tensor("blk.0.attn_q.weight", np.ones((30, 32), np.float32))
+    tiny_files.finish_gguf(writer)
+    checkpoint = open_checkpoint(tmp_path / "x.gguf")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight' does not fit 4 heads"):
+        checkpoint.linear("model.layers.0.self_attn.q_proj")
+
+
+def test_damaged_headers_never_escape(tmp_path: Path) -> None:
+    """Random bytes changed in the headers: either still a model or one CheckpointError."""
+    random = np.random.default_rng(0)
+    folder = tiny_files.write_folder(tmp_path / "folder")
+    for path, target in (
+        (folder / "model.safetensors", folder),
+        (folder / "tokenizer.json", folder),
+        (tiny_files.write_gguf(tmp_path / "x.gguf"), tmp_path / "x.gguf"),
+    ):
+        good = path.read_bytes()
+        reach = min(len(good), 6000)
+        for _ in range(150):
+            damaged = bytearray(good)
+            for position in random.integers(0, reach, random.integers(1, 4)):
+                damaged[position] = random.integers(0, 256)
+            path.write_bytes(damaged)
+            try:
+                load(target)
+            except CheckpointError as error:
+                assert str(error)
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickle_files_are_refused(tmp_path: Path, name: str) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    refused(folder, f"{name}, a pickle .* convert the model to safetensors")
+    refused(folder / name, "pickle .* convert the model to safetensors")
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda path: path / "absent", "absent"),
+        (lambda path: path, r"config\.json"),
+        (lambda path: _touch(path / "empty.gguf"), "neither a model folder nor a GGUF"),
+        (lambda path: _touch(path / "model.safetensors"), "give the folder it lies in"),
+    ],
+    ids=["absent", "empty folder", "empty file", "safetensors file"],
+)
+def test_paths_that_are_no_model(tmp_path: Path, make: Callable[[Path], Path], named: str) -> None:
+    refused(make(tmp_path), named)
+
+
+def _touch(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+def test_a_folder_of_gguf_files_names_the_file_to_give(tmp_path: Path) -> None:
+    tiny_files.write_json(tmp_path / "config.json", tiny_files.CONFIG)
+    _touch(tmp_path / "model-q4.gguf")
+    refused(tmp_path, r"give the file itself: .*model-q4\.gguf")
+
+
+def test_python_code_in_a_folder_never_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by `auto_map`, nor by names that an import from the current folder would find."""
+    config = tiny_files.CONFIG | {
+        "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil", "AutoTokenizer": "evil.Evil"}
+    }
+    folder = tiny_files.write_folder(tmp_path / "model", config=config)
+    marker = tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w').close()\n"
+    for name in (
+        "modeling_evil",
+        "evil",
+        "jinja2",
+        "json",
+        "tokenizers",
+        "sitecustomize",
+        "quasar",
+    ):
+        (folder / f"{name}.py").write_text(code)
+    monkeypatch.chdir(folder)
+    load(folder)
+    assert load_tokenizer(open_checkpoint(folder)).render([]) == "<|im_start|>assistant\n"
+    assert not marker.exists()
+
+
+def test_huge_token_ids_are_refused(tmp_path: Path) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    layout = json.loads((folder / "tokenizer.json").read_text())
+    layout["model"]["vocab"]["zz"] = 2**32 - 2
+    tiny_files.write_json(folder / "tokenizer.json", layout)
+    refused(folder, "token id 4294967294 is too large")
