@@ -17,6 +17,12 @@
 // Queries: all heads of a group and all rows of a sequence share K and V, so they are one list of
 // query vectors [row][head of the group]. Blocks of up to 6 of them are held in registers, against
 // a run of 4 x 16 positions of K (24 sums) or 4 x 16 dimensions of V (24 sums).
+//
+// Measured, one core of a Zen 4 at 3.66 GHz (one dpbf16 or fma of 16 lanes a cycle), 9 heads of 64
+// over 3 kv heads: 6 rows at context 2048 take 224 us, which is what their dpbf16, fma and
+// exponentials need; one row takes 55 us, half of it memory. Keys and values are fetched two runs
+// ahead into L2: fetching into L1 is held up by its few miss registers (137 us), not fetching
+// costs 145 us.
 
 constexpr int64_t lanes = 16;
 constexpr int64_t query_block = 6;
@@ -120,7 +126,7 @@ struct Attend {
   }
 };
 
-// Phase 1, one row: queries to scratch, key and value to the cache.
+// One row: queries to scratch, key and value to the cache.
 inline void append_row(const Attend& t, int64_t sequence, int64_t row) {
   const quasar_attention& a = t.a;
   const int64_t d = a.head_dim, half = d / 2, group = t.group();
@@ -192,8 +198,9 @@ inline float soften(float* scores, int64_t count) {
   const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   __m512 sum = _mm512_setzero_ps();
   for (int64_t j = 0; j < count; j += lanes) {
-    const __m512 score = _mm512_maskz_loadu_ps(low_bits(count - j), scores + j);
-    const __m512 weight = _mm512_maskz_mov_ps(low_bits(count - j), exp_ps(_mm512_sub_ps(score, shift)));
+    const __mmask16 mask = low_bits(count - j);
+    const __m512 score = _mm512_maskz_loadu_ps(mask, scores + j);
+    const __m512 weight = _mm512_maskz_mov_ps(mask, exp_ps(_mm512_sub_ps(score, shift)));
     _mm512_storeu_ps(scores + j, weight);
     sum = _mm512_add_ps(sum, weight);
   }
@@ -422,15 +429,20 @@ inline void weigh(const QueryTile& tile, int64_t q, int64_t count, const Slice& 
 // ---- Sharing the work -----------------------------------------------------------------------
 // Nothing below changes a bit: it only says who computes what.
 
-// Hands out `count(sequence)` items of each sequence: work(sequence, item).
+// work(sequence, item, thread) for `count(sequence)` items of each sequence. Threads own contiguous
+// runs of items, so that from pass to pass a head's cache stays near one core, and then help.
 template <class Count, class Work>
-inline void share(const Attend& t, Queue& queue, const Count& count, const Work& work) {
-  int64_t item = queue.next(), begin = 0;
-  for (int64_t s = 0; s < t.batch.sequences; ++s) {
-    const int64_t end = begin + count(s);
-    for (; item < end; item = queue.next()) work(s, item - begin);
-    begin = end;
-  }
+inline void share(const Attend& t, int32_t threads, const Count& count, const Work& work) {
+  int64_t total = 0;
+  for (int64_t s = 0; s < t.batch.sequences; ++s) total += count(s);
+  Lanes shares(total, threads);
+  parallel(threads, [&](int32_t thread) {
+    shares.run(thread, [&](int64_t item) {
+      int64_t s = 0;
+      for (; item >= count(s); ++s) item -= count(s);
+      work(s, item, thread);
+    });
+  });
 }
 
 inline int64_t tiles_of(const Attend& t, int64_t sequence, int64_t tile) {
@@ -443,12 +455,20 @@ inline QueryTile tile_of(const Attend& t, int64_t sequence, int64_t kv_head, int
   return QueryTile(t, sequence, kv_head, first, left < most ? left : most);
 }
 
-// Every row's keys and values to the cache, its queries to scratch.
-inline void append_rows(const Attend& t, Queue& queue) {
-  int64_t sequence = 0;
-  queue.each(t.batch.rows, [&](int64_t row) {
-    while (row >= t.batch.row_offsets[sequence + 1]) ++sequence;
-    append_row(t, sequence, row);
+// Every row's keys and values to the cache, its queries to scratch. Threads take runs of 16 rows: a
+// cache line of K holds 16 positions, and two cores must not write it in turns.
+inline void append_rows(const Attend& t, int32_t threads) {
+  const int64_t rows = t.batch.rows, runs = (rows + lanes - 1) / lanes;
+  Lanes shares(runs, threads);
+  parallel(runs > 1 ? threads : 1, [&](int32_t thread) {
+    shares.run(thread, [&](int64_t run) {
+      const int64_t end = run + 1 < runs ? (run + 1) * lanes : rows;
+      int64_t sequence = 0;
+      for (int64_t row = run * lanes; row < end; ++row) {
+        while (row >= t.batch.row_offsets[sequence + 1]) ++sequence;
+        append_row(t, sequence, row);
+      }
+    });
   });
 }
 
@@ -464,22 +484,20 @@ inline void attend_tile(const QueryTile& tile, float* scores) {
   }
 }
 
-// Many queries: a tile of them is one item, the longest of a sequence come first.
+// A tile of queries is one item; the longest of a sequence come first.
 inline void attend_whole(const Attend& t, int32_t threads) {
-  Queue queue;
-  const auto items = [&](int64_t s) { return t.a.kv_heads * tiles_of(t, s, t.tile); };
-  parallel(threads, [&](int32_t thread) {
-    float* scores = t.scores + thread * t.tile * t.stride;
-    share(t, queue, items, [&](int64_t s, int64_t item) {
-      const int64_t tiles = tiles_of(t, s, t.tile);
-      const int64_t first = (tiles - 1 - item % tiles) * t.tile;
-      attend_tile(tile_of(t, s, item / tiles, first, t.tile), scores);
-    });
-  });
+  share(
+      t, threads, [&](int64_t s) { return t.a.kv_heads * tiles_of(t, s, t.tile); },
+      [&](int64_t s, int64_t item, int32_t thread) {
+        const int64_t tiles = tiles_of(t, s, t.tile);
+        const int64_t first = (tiles - 1 - item % tiles) * t.tile;
+        attend_tile(tile_of(t, s, item / tiles, first, t.tile),
+                    t.scores + thread * t.tile * t.stride);
+      });
 }
 
-// Few queries: too few tiles to keep all threads busy, so scores are shared by runs of slots and
-// values by slices of the dimensions, with the team waiting between.
+// Few queries, long contexts: tiles would keep too few threads busy, so scores are shared by runs of
+// slots, then values by slices of the dimensions.
 struct Split {
   const Attend& t;
   int64_t kv_heads, run;  // slots that are scored together
@@ -517,25 +535,17 @@ struct Split {
   }
 };
 
-// One step of a split call: `items(s)` for each kv head of sequence s.
-template <class Items, class Work>
-inline void split_step(const Attend& t, int32_t threads, const Items& items, const Work& work) {
-  Queue queue;
-  const auto count = [&](int64_t s) { return t.a.kv_heads * items(s); };
-  parallel(threads, [&](int32_t) { share(t, queue, count, work); });
-}
-
 inline void attend_split(const Split& split, int32_t threads) {
   const Attend& t = split.t;
-  split_step(
-      t, threads, [&](int64_t s) { return split.runs(s); },
-      [&](int64_t s, int64_t item) { split.score_run(s, item); });
-  split_step(
-      t, threads, [&](int64_t s) { return split.blocks(s); },
-      [&](int64_t s, int64_t item) { split.soften_block(s, item); });
-  split_step(
-      t, threads, [&](int64_t s) { return split.blocks(s) * split.slices(); },
-      [&](int64_t s, int64_t item) { split.weigh_slice(s, item); });
+  share(
+      t, threads, [&](int64_t s) { return split.kv_heads * split.runs(s); },
+      [&](int64_t s, int64_t item, int32_t) { split.score_run(s, item); });
+  share(
+      t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s); },
+      [&](int64_t s, int64_t item, int32_t) { split.soften_block(s, item); });
+  share(
+      t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s) * split.slices(); },
+      [&](int64_t s, int64_t item, int32_t) { split.weigh_slice(s, item); });
 }
 
 // ---- The table's functions ------------------------------------------------------------------
@@ -624,8 +634,7 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
                  reinterpret_cast<float*>(totals),
                  plan.tile,
                  layout.stride};
-  Queue rows;
-  parallel(batch->rows >= 16 ? threads : 1, [&](int32_t) { append_rows(t, rows); });
+  append_rows(t, threads);
   if (plan.split)
     attend_split(Split(t, longest, threads), threads);
   else
