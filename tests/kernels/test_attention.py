@@ -283,12 +283,12 @@ def test_a_long_context_agrees_with_the_twin(tier: str) -> None:
 
 @tiers
 def test_bad_batches_are_refused(tier: str) -> None:
-    spec, backend = make_spec(2, 1, 8, positions=40), native(tier, 1)
+    spec, backend = make_spec(2, 1, 8, positions=80), native(tier, 1)
     cache = new_cache(backend, spec, 3)
     with pytest.raises(ValueError, match="rotary tables"):
-        run(backend, spec, cache, [Part(39, random_rows(spec, 2, 0), [0, 1])])
+        run(backend, spec, cache, [Part(79, random_rows(spec, 2, 0), [0, 1])])
     with pytest.raises(ValueError, match="block table"):
-        run(backend, spec, cache, [Part(31, random_rows(spec, 2, 0), [0])])
+        run(backend, spec, cache, [Part(63, random_rows(spec, 2, 0), [0])])
     chain = make_batch([Part(0, random_rows(spec, 65, 0), [0, 1, 2])])
     with pytest.raises(ValueError, match="64 rows"):
         backend.bind(replace(chain, is_tree=torch.ones(1, dtype=torch.uint8)))
