@@ -11,32 +11,28 @@ import json
 import statistics
 import time
 
-from quasar import _native
-from quasar.kernels import cpu
 from quasar.kernels.base import RaggedBatch
 from quasar.loading import load_model
 
-PASS_FUNCTIONS = ("norm_linear", "norm_gated", "linear_add", "attend")
+NATIVE_CALLS = ("_norm_linear", "_norm_gated", "_linear_add", "_attend")
+"""The attributes of CpuBackend that hold the native functions of a pass."""
 
 
-class Timed:
-    """Stands in for the native module and adds up the seconds spent in the functions of a pass."""
+class Timer:
+    """Adds up the seconds spent in the native functions of a backend."""
 
-    def __init__(self):
+    def __init__(self, backend):
         self.seconds = 0.0
+        for name in NATIVE_CALLS:
+            setattr(backend, name, self.timed(getattr(backend, name)))
 
-    def __getattr__(self, name):
-        function = getattr(_native, name)
-        if name not in PASS_FUNCTIONS:
-            return function
-
-        def timed(*args):
+    def timed(self, function):
+        def call(*args):
             start = time.perf_counter()
             function(*args)
             self.seconds += time.perf_counter() - start
 
-        setattr(self, name, timed)
-        return timed
+        return call
 
 
 def main():
@@ -47,7 +43,7 @@ def main():
     parser.add_argument("--verifier", default="w8a8")
     args = parser.parse_args()
     verifier = load_model(args.model, args.verifier).verifier
-    timer = cpu._native = Timed()
+    timer = Timer(verifier.backend)
     cache = verifier.new_cache(args.context + args.rows)
     sequence = cache.open(args.context + args.rows)
     context = RaggedBatch.chunk(list(range(100, 100 + args.context)), 0, sequence.table)

@@ -161,6 +161,7 @@ class Kernels {
 
   void attend(const Attention& attention, const Batch& batch, Address qkv, Address cache,
               Address out) {
+    if (batch.spec.rows == 0) return;
     if (batch.last_position >= attention.positions)
       throw nb::value_error("a position lies beyond the rotary tables");
     if (batch.longest > int64_t{batch.spec.table_stride} * attention.spec.block_size)

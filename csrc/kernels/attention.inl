@@ -10,16 +10,29 @@
 // other rows or of blocks, so chain, tree, chunked prefill and plain decoding give equal bits.
 //
 // Cache: a block holds for each kv head K, then V.
-//   K: block_size / 16 tiles [head_dim / 2][16 positions][2]: one dpbf16 with a broadcast query pair
-//      adds two dimensions to 16 positions' scores, and no sum over lanes is ever needed.
+//   K: [head_dim / 2][block_size][2]: one dpbf16 with a broadcast query pair adds two dimensions to
+//      16 positions' scores, and no sum over lanes is ever needed.
 //   V: [block_size][head_dim]. 32 values are one register of 16 pairs; the low halves (shifted) are
 //      the even dimensions, the high halves (masked) the odd ones: two operations widen 32 values.
 // Queries: all heads of a group and all rows of a sequence share K and V, so they are one list of
-// query vectors [row][head of the group]. Blocks of up to 6 of them are held in registers.
+// query vectors [row][head of the group]. Blocks of up to 6 of them are held in registers, against
+// a run of 4 x 16 positions of K (24 sums) or 4 x 16 dimensions of V (24 sums).
+//
+// Measured, one core of a Zen 4 at 3.66 GHz (one dpbf16 or fma of 16 lanes a cycle), 9 heads of 64
+// over 3 kv heads: 6 rows at context 2048 take 224 us, which is what their dpbf16, fma and
+// exponentials need; one row takes 55 us, half of it memory. Keys and values are fetched two runs
+// ahead into L2: fetching into L1 is held up by its few miss registers (137 us), not fetching
+// costs 145 us.
 
-constexpr int64_t query_block = 6;  // x 4 key tiles, or x 4 registers of 16 dimensions
-constexpr int64_t tile_block = 4;
 constexpr int64_t lanes = 16;
+constexpr int64_t query_block = 6;
+constexpr int64_t key_run = 4 * lanes;
+constexpr int64_t query_tile = 24;  // query vectors that pass over the cache together
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -42,10 +55,12 @@ struct HeadCache {
         block_size(a.block_size),
         head_dim(a.head_dim) {}
 
-  uint16_t* key_tile(int64_t slot) const {
-    const int64_t block = slot / block_size, tile = slot % block_size / lanes;
-    return base + table[block] * block_elements + tile * lanes * head_dim;
+  // First pair of the key of a slot; the next pair lies one row further.
+  uint16_t* key(int64_t slot) const {
+    const int64_t block = slot / block_size;
+    return base + table[block] * block_elements + slot % block_size * 2;
   }
+  int64_t key_row() const { return block_size * 2; }
   uint16_t* value(int64_t slot) const {
     const int64_t block = slot / block_size, row = slot % block_size;
     return base + table[block] * block_elements + (block_size + row) * head_dim;
@@ -76,11 +91,11 @@ inline void round_values(const float* x, int64_t count, uint16_t* out) {
   }
 }
 
-// Rotated key [head_dim] -> column `slot` of its tile.
+// Rotated key [head_dim] -> the cache.
 inline void append_key(const HeadCache& head, int64_t slot, const uint16_t* key) {
-  uint16_t* column = head.key_tile(slot) + slot % lanes * 2;
-  for (int64_t i = 0; i < head.head_dim / 2; ++i)
-    __builtin_memcpy(column + i * lanes * 2, key + 2 * i, 4);
+  uint16_t* pair = head.key(slot);
+  for (int64_t i = 0; i < head.head_dim; i += 2, pair += head.key_row())
+    __builtin_memcpy(pair, key + i, 4);
 }
 
 // What one call works on, and where things lie in its scratch.
@@ -91,16 +106,27 @@ struct Attend {
   uint16_t* cache;
   float* out;
   uint16_t* queries;  // [kv_heads][rows][group][head_dim] BF16
-  float* scores;      // a thread: [tile][score_stride]
-  int64_t tile, score_stride;
+  float* scores;      // whole: a thread has [tile][stride]; split: every query has [stride]
+  float* totals;      // split: [kv_heads][rows][group]
+  int64_t tile, stride;
 
   int64_t group() const { return a.heads / a.kv_heads; }
+  int64_t rows_of(int64_t sequence) const {
+    return batch.row_offsets[sequence + 1] - batch.row_offsets[sequence];
+  }
+  int64_t reach_of(int64_t sequence) const {
+    return batch.context_lengths[sequence] + rows_of(sequence);
+  }
+  // First query vector of a sequence and kv head.
+  int64_t query_index(int64_t sequence, int64_t kv_head) const {
+    return (kv_head * batch.rows + batch.row_offsets[sequence]) * group();
+  }
   HeadCache head(int64_t sequence, int64_t kv_head) const {
     return HeadCache(a, cache, batch.block_tables + sequence * batch.table_stride, kv_head);
   }
 };
 
-// Phase 1, one row: queries to scratch, key and value to the cache.
+// One row: queries to scratch, key and value to the cache.
 inline void append_row(const Attend& t, int64_t sequence, int64_t row) {
   const quasar_attention& a = t.a;
   const int64_t d = a.head_dim, half = d / 2, group = t.group();
@@ -122,19 +148,30 @@ inline void append_row(const Attend& t, int64_t sequence, int64_t row) {
   }
 }
 
-// Scores of Q queries against T tiles of 16 positions.
+// Some keys of a block, and keys to fetch meanwhile.
+struct KeyRun {
+  const uint16_t* keys;
+  const uint16_t* after;
+  int64_t row;  // elements from a pair of dimensions to the next
+};
+
+// Scores of Q queries against a run of T x 16 positions.
 template <int Q, int T>
-inline void score_block(const uint16_t* queries, int64_t head_dim, const uint16_t* const* tiles,
-                        float scale, float* scores, int64_t stride) {
+inline void score_block(const uint16_t* queries, int64_t head_dim, const KeyRun& run, float scale,
+                        float* scores, int64_t stride) {
   __m512 sum[Q][T];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) sum[q][t] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < head_dim; i += 2) {
+  const uint16_t *keys = run.keys, *after = run.after;
+  for (int64_t i = 0; i < head_dim; i += 2, keys += run.row, after += run.row) {
     __m512bh key[T];
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) key[t] = (__m512bh)_mm512_loadu_si512(tiles[t] + i * lanes);
+    for (int t = 0; t < T; ++t) {
+      key[t] = (__m512bh)_mm512_loadu_si512(keys + t * 2 * lanes);
+      _mm_prefetch(after + t * 2 * lanes, _MM_HINT_T1);
+    }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
       int32_t pair;
@@ -152,17 +189,6 @@ inline void score_block(const uint16_t* queries, int64_t head_dim, const uint16_
       _mm512_storeu_ps(scores + q * stride + t * lanes, _mm512_mul_ps(sum[q][t], factor));
 }
 
-template <int Q>
-inline void score_tiles(const uint16_t* queries, int64_t head_dim, const uint16_t* const* tiles,
-                        int64_t count, float scale, float* scores, int64_t stride) {
-  if (count == tile_block) {
-    score_block<Q, tile_block>(queries, head_dim, tiles, scale, scores, stride);
-    return;
-  }
-  for (int64_t t = 0; t < count; ++t)
-    score_block<Q, 1>(queries, head_dim, tiles + t, scale, scores + t * lanes, stride);
-}
-
 // Softmax weights of one query in place; returns their sum. scores [count], then garbage.
 inline float soften(float* scores, int64_t count) {
   const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
@@ -172,8 +198,9 @@ inline float soften(float* scores, int64_t count) {
   const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   __m512 sum = _mm512_setzero_ps();
   for (int64_t j = 0; j < count; j += lanes) {
-    const __m512 score = _mm512_maskz_loadu_ps(low_bits(count - j), scores + j);
-    const __m512 weight = _mm512_maskz_mov_ps(low_bits(count - j), exp_ps(_mm512_sub_ps(score, shift)));
+    const __mmask16 mask = low_bits(count - j);
+    const __m512 score = _mm512_maskz_loadu_ps(mask, scores + j);
+    const __m512 weight = _mm512_maskz_mov_ps(mask, exp_ps(_mm512_sub_ps(score, shift)));
     _mm512_storeu_ps(scores + j, weight);
     sum = _mm512_add_ps(sum, weight);
   }
@@ -190,42 +217,51 @@ inline Halves widen(const uint16_t* value, __mmask16 mask) {
           _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)))};
 }
 
-// `sums` [Q][2][32] += weights [Q][count] x V of slots first .. first + count - 1, 64 dimensions.
-template <int Q>
+// `sums` [Q][H][32] = weights [Q][count] x V of the first `count` slots, H times 32 dimensions.
+template <int Q, int H>
 inline void weigh_block(const HeadCache& head, int64_t dimension, const __mmask16* masks,
                         const float* weights, int64_t stride, int64_t count, float* sums) {
-  __m512 sum[Q][4];
+  __m512 sum[Q][2 * H];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) sum[q][i] = _mm512_setzero_ps();
+    for (int i = 0; i < 2 * H; ++i) sum[q][i] = _mm512_setzero_ps();
   for (int64_t begin = 0; begin < count; begin += head.block_size) {
     const int64_t size = count - begin < head.block_size ? count - begin : head.block_size;
     const uint16_t* value = head.value(begin) + dimension;
-    for (int64_t j = 0; j < size; ++j, value += head.head_dim) {
-      const Halves first = widen(value, masks[0]), second = widen(value + 32, masks[1]);
+    const int64_t next = begin + 2 * size < count ? begin + 2 * size : begin;
+    const uint16_t* after = head.value(next) + dimension;
+    for (int64_t j = 0; j < size; ++j, value += head.head_dim, after += head.head_dim) {
+      Halves v[H];
+#pragma GCC unroll 2
+      for (int h = 0; h < H; ++h) {
+        v[h] = widen(value + 32 * h, masks[h]);
+        _mm_prefetch(after + 32 * h, _MM_HINT_T1);
+      }
 #pragma GCC unroll 8
       for (int q = 0; q < Q; ++q) {
         const __m512 weight = _mm512_set1_ps(weights[q * stride + begin + j]);
-        sum[q][0] = _mm512_fmadd_ps(weight, first.even, sum[q][0]);
-        sum[q][1] = _mm512_fmadd_ps(weight, first.odd, sum[q][1]);
-        sum[q][2] = _mm512_fmadd_ps(weight, second.even, sum[q][2]);
-        sum[q][3] = _mm512_fmadd_ps(weight, second.odd, sum[q][3]);
+#pragma GCC unroll 2
+        for (int h = 0; h < H; ++h) {
+          sum[q][2 * h] = _mm512_fmadd_ps(weight, v[h].even, sum[q][2 * h]);
+          sum[q][2 * h + 1] = _mm512_fmadd_ps(weight, v[h].odd, sum[q][2 * h + 1]);
+        }
       }
     }
   }
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) _mm512_storeu_ps(sums + q * 64 + i * 16, sum[q][i]);
+    for (int i = 0; i < 2 * H; ++i) _mm512_storeu_ps(sums + (q * 2 * H + i) * 16, sum[q][i]);
 }
 
 // One slot more for one query.
-inline void weigh_slot(const uint16_t* value, const __mmask16* masks, float weight, float* sums) {
+inline void weigh_slot(const uint16_t* value, int halves, const __mmask16* masks, float weight,
+                       float* sums) {
   const __m512 factor = _mm512_set1_ps(weight);
-  for (int half = 0; half < 2; ++half) {
-    const Halves v = widen(value + 32 * half, masks[half]);
-    float* at = sums + 32 * half;
+  for (int h = 0; h < halves; ++h) {
+    const Halves v = widen(value + 32 * h, masks[h]);
+    float* at = sums + 32 * h;
     _mm512_storeu_ps(at, _mm512_fmadd_ps(factor, v.even, _mm512_loadu_ps(at)));
     _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(factor, v.odd, _mm512_loadu_ps(at + 16)));
   }
@@ -250,14 +286,13 @@ inline void store_half(const float* sums, float total, __mmask16 mask, float* ou
 // Some query vectors of one kv head of one sequence: `first` counts [row][head of the group].
 struct QueryTile {
   const Attend& t;
-  int64_t sequence, kv_head, first, count;
+  int64_t kv_head, first, count;
   HeadCache head;
-  int64_t row_offset, context, group;
+  int64_t row_offset, context, group, index;
   bool tree;
 
   QueryTile(const Attend& t, int64_t sequence, int64_t kv_head, int64_t first, int64_t count)
       : t(t),
-        sequence(sequence),
         kv_head(kv_head),
         first(first),
         count(count),
@@ -265,6 +300,7 @@ struct QueryTile {
         row_offset(t.batch.row_offsets[sequence]),
         context(t.batch.context_lengths[sequence]),
         group(t.group()),
+        index(t.query_index(sequence, kv_head) + first),
         tree(t.batch.is_tree[sequence]) {}
 
   int64_t node(int64_t q) const { return (first + q) / group; }
@@ -273,43 +309,53 @@ struct QueryTile {
   // The leading slots that query q and all after it see.
   int64_t shared(int64_t q) const { return tree ? context : reach(q); }
   uint64_t ancestors(int64_t q) const { return t.batch.ancestors[row_offset + node(q)]; }
-  const uint16_t* query(int64_t q) const {
-    const int64_t base = (kv_head * t.batch.rows + row_offset) * group;
-    return t.queries + (base + first + q) * t.a.head_dim;
-  }
+  const uint16_t* query(int64_t q) const { return t.queries + (index + q) * t.a.head_dim; }
   float* output(int64_t q) const {
     const int64_t row = row_offset + node(q), h = kv_head * group + (first + q) % group;
     return t.out + (row * t.a.heads + h) * t.a.head_dim;
   }
 };
 
-#define QUASAR_FOR_QUERIES(count, call) \
-  switch (count) {                      \
-    case 1: call(1); break;             \
-    case 2: call(2); break;             \
-    case 3: call(3); break;             \
-    case 4: call(4); break;             \
-    case 5: call(5); break;             \
-    default: call(6); break;            \
+// Calls f with the constant 1 .. 6 that equals `count`.
+template <class F>
+inline void with_count(int64_t count, const F& f) {
+  switch (count) {
+    case 1: return f(Constant<1>());
+    case 2: return f(Constant<2>());
+    case 3: return f(Constant<3>());
+    case 4: return f(Constant<4>());
+    case 5: return f(Constant<5>());
+    default: return f(Constant<6>());
   }
+}
 
-inline int64_t block_of(int64_t left) { return left < query_block ? left : query_block; }
+// Size of the next of the even blocks that `left` queries make.
+inline int64_t block_of(int64_t left) {
+  const int64_t blocks = (left + query_block - 1) / query_block;
+  return (left + blocks - 1) / blocks;
+}
 
-inline void score(const QueryTile& tile, float* scores) {
-  const int64_t d = tile.head.head_dim, stride = tile.t.score_stride;
-  const int64_t reach = tile.reach(tile.count - 1);
-  const uint16_t* keys[tile_block];
-  for (int64_t slot = 0; slot < reach; slot += tile_block * lanes) {
-    int64_t tiles = (reach - slot + lanes - 1) / lanes;
-    if (tiles > tile_block) tiles = tile_block;
-    for (int64_t i = 0; i < tiles; ++i) keys[i] = tile.head.key_tile(slot + i * lanes);
-    for (int64_t q = 0; q < tile.count; q += query_block) {
-      const int64_t queries = block_of(tile.count - q);
+// Scores of a tile against the slots begin .. end - 1 (begin a multiple of 16).
+inline void score(const QueryTile& tile, int64_t begin, int64_t end, float* scores) {
+  const HeadCache& head = tile.head;
+  const int64_t stride = tile.t.stride, last = tile.reach(tile.count - 1);
+  for (int64_t slot = begin, size; slot < end; slot += size) {
+    const int64_t in_block = head.block_size - slot % head.block_size;
+    size = in_block < end - slot ? in_block : round_up(end - slot, lanes);
+    size = size >= key_run ? key_run : size >= 2 * lanes ? 2 * lanes : lanes;
+    const int64_t next = slot + 2 * key_run;
+    const KeyRun run{head.key(slot), head.key(next < last ? next : slot), head.key_row()};
+    for (int64_t q = 0, queries; q < tile.count; q += queries) {
+      queries = block_of(tile.count - q);
       if (tile.reach(q + queries - 1) <= slot) continue;
-#define QUASAR_SCORE(n) \
-  score_tiles<n>(tile.query(q), d, keys, tiles, tile.t.a.scale, scores + q * stride + slot, stride)
-      QUASAR_FOR_QUERIES(queries, QUASAR_SCORE)
-#undef QUASAR_SCORE
+      with_count(queries, [&](auto n) {
+        constexpr int Q = n.value;
+        const auto block = size == key_run     ? score_block<Q, 4>
+                           : size == 2 * lanes ? score_block<Q, 2>
+                                               : score_block<Q, 1>;
+        block(tile.query(q), head.head_dim, run, tile.t.a.scale, scores + q * stride + slot,
+              stride);
+      });
     }
   }
 }
@@ -323,93 +369,242 @@ inline int64_t compact(const QueryTile& tile, int64_t q, float* scores) {
   return visible;
 }
 
+// Scores of the queries q .. q + count - 1 become weights.
+inline void soften_queries(const QueryTile& tile, int64_t q, int64_t count, float* scores,
+                           float* totals) {
+  for (int64_t i = 0; i < count; ++i) {
+    float* row = scores + i * tile.t.stride;
+    totals[i] = soften(row, compact(tile, q + i, row));
+  }
+}
+
+// Some dimensions of V: one or two times 32, of which `masks` are there.
+struct Slice {
+  int64_t dimension;
+  int halves;
+  __mmask16 masks[2];
+
+  Slice(int64_t head_dim, int64_t dimension, int most) : dimension(dimension) {
+    const int64_t pairs = (head_dim - dimension) / 2;
+    halves = pairs > lanes && most > 1 ? 2 : 1;
+    masks[0] = low_bits(pairs);
+    masks[1] = halves > 1 ? low_bits(pairs - lanes) : 0;
+  }
+};
+
 // The slots of query q behind the `shared` ones of its block.
-inline void weigh_own(const QueryTile& tile, int64_t q, int64_t shared, int64_t dimension,
-                      const __mmask16* masks, const float* weights, float* sums) {
+inline void weigh_own(const QueryTile& tile, int64_t q, int64_t shared, const Slice& slice,
+                      const float* weights, float* sums) {
+  const auto add = [&](int64_t slot, float weight) {
+    const uint16_t* value = tile.head.value(slot) + slice.dimension;
+    weigh_slot(value, slice.halves, slice.masks, weight, sums);
+  };
   if (!tile.tree) {
-    for (int64_t j = shared; j < tile.reach(q); ++j)
-      weigh_slot(tile.head.value(j) + dimension, masks, weights[j], sums);
+    for (int64_t j = shared; j < tile.reach(q); ++j) add(j, weights[j]);
     return;
   }
   int64_t j = tile.context;
-  for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1) {
-    const int64_t slot = tile.context + __builtin_ctzll(bits);
-    weigh_slot(tile.head.value(slot) + dimension, masks, weights[j++], sums);
-  }
+  for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1)
+    add(tile.context + __builtin_ctzll(bits), weights[j++]);
 }
 
-// Weighted values of `queries` queries from q on, 64 dimensions from `dimension` on.
-inline void weigh(const QueryTile& tile, int64_t q, int64_t queries, int64_t dimension,
+// The output of `count` queries from q on, in a slice of the dimensions.
+inline void weigh(const QueryTile& tile, int64_t q, int64_t count, const Slice& slice,
                   const float* weights, const float* totals) {
-  const int64_t stride = tile.t.score_stride, shared = tile.shared(q);
-  const int64_t pairs = (tile.head.head_dim - dimension) / 2;
-  const __mmask16 masks[2] = {low_bits(pairs), pairs > lanes ? low_bits(pairs - lanes) : __mmask16{0}};
+  const int64_t stride = tile.t.stride, shared = tile.shared(q);
   alignas(64) float sums[query_block * 64];
-#define QUASAR_WEIGH(n) weigh_block<n>(tile.head, dimension, masks, weights, stride, shared, sums)
-  QUASAR_FOR_QUERIES(queries, QUASAR_WEIGH)
-#undef QUASAR_WEIGH
-  for (int64_t i = 0; i < queries; ++i) {
-    float* own = sums + i * 64;
-    weigh_own(tile, q + i, shared, dimension, masks, weights + i * stride, own);
-    float* out = tile.output(q + i) + dimension;
-    store_half(own, totals[i], masks[0], out);
-    store_half(own + 32, totals[i], masks[1], out + 32);
+  with_count(count, [&](auto n) {
+    const auto block = slice.halves > 1 ? weigh_block<n.value, 2> : weigh_block<n.value, 1>;
+    block(tile.head, slice.dimension, slice.masks, weights, stride, shared, sums);
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    float* own = sums + i * 32 * slice.halves;
+    weigh_own(tile, q + i, shared, slice, weights + i * stride, own);
+    float* out = tile.output(q + i) + slice.dimension;
+    for (int h = 0; h < slice.halves; ++h)
+      store_half(own + 32 * h, totals[i], slice.masks[h], out + 32 * h);
   }
 }
 
-inline void attend_tile(const QueryTile& tile, float* scores) {
-  const int64_t stride = tile.t.score_stride;
-  score(tile, scores);
-  for (int64_t q = 0; q < tile.count; q += query_block) {
-    const int64_t queries = block_of(tile.count - q);
-    float totals[query_block];
-    for (int64_t i = 0; i < queries; ++i) {
-      float* row = scores + (q + i) * stride;
-      totals[i] = soften(row, compact(tile, q + i, row));
-    }
-    for (int64_t d = 0; d < tile.head.head_dim; d += 64)
-      weigh(tile, q, queries, d, scores + q * stride, totals);
-  }
-}
+// ---- Sharing the work -----------------------------------------------------------------------
+// Nothing below changes a bit: it only says who computes what.
 
-// Phase 1: every row's share of the cache and of the queries.
-inline void append_rows(const Attend& t, Queue& queue) {
-  int64_t sequence = 0;
-  queue.each(t.batch.rows, [&](int64_t row) {
-    while (row >= t.batch.row_offsets[sequence + 1]) ++sequence;
-    append_row(t, sequence, row);
+// work(sequence, item, thread) for `count(sequence)` items of each sequence. Threads own contiguous
+// runs of items, so that from pass to pass a head's cache stays near one core, and then help.
+template <class Count, class Work>
+inline void share(const Attend& t, int32_t threads, const Count& count, const Work& work) {
+  int64_t total = 0;
+  for (int64_t s = 0; s < t.batch.sequences; ++s) total += count(s);
+  Lanes shares(total, threads);
+  parallel(threads, [&](int32_t thread) {
+    shares.run(thread, [&](int64_t item) {
+      int64_t s = 0;
+      for (; item >= count(s); ++s) item -= count(s);
+      work(s, item, thread);
+    });
   });
 }
 
-// Phase 2: tiles as threads become free; the longest of a sequence come first.
-inline void attend_tiles(const Attend& t, Queue& queue, int32_t thread) {
-  float* scores = t.scores + thread * t.tile * t.score_stride;
-  int64_t item = queue.next(), begin = 0;
-  for (int64_t s = 0; s < t.batch.sequences; ++s) {
-    const int64_t rows = t.batch.row_offsets[s + 1] - t.batch.row_offsets[s];
-    const int64_t queries = rows * t.group(), tiles = (queries + t.tile - 1) / t.tile;
-    const int64_t end = begin + tiles * t.a.kv_heads;
-    for (; item < end; item = queue.next()) {
-      const int64_t kv_head = (item - begin) / tiles, tile = tiles - 1 - (item - begin) % tiles;
-      const int64_t first = tile * t.tile;
-      const int64_t count = queries - first < t.tile ? queries - first : t.tile;
-      attend_tile(QueryTile(t, s, kv_head, first, count), scores);
-    }
-    begin = end;
+inline int64_t tiles_of(const Attend& t, int64_t sequence, int64_t tile) {
+  return (t.rows_of(sequence) * t.group() + tile - 1) / tile;
+}
+
+inline QueryTile tile_of(const Attend& t, int64_t sequence, int64_t kv_head, int64_t first,
+                         int64_t most) {
+  const int64_t left = t.rows_of(sequence) * t.group() - first;
+  return QueryTile(t, sequence, kv_head, first, left < most ? left : most);
+}
+
+// Every row's keys and values to the cache, its queries to scratch. Threads take runs of 16 rows: a
+// cache line of K holds 16 positions, and two cores must not write it in turns.
+inline void append_rows(const Attend& t, int32_t threads) {
+  const int64_t rows = t.batch.rows, runs = (rows + lanes - 1) / lanes;
+  Lanes shares(runs, threads);
+  parallel(runs > 1 ? threads : 1, [&](int32_t thread) {
+    shares.run(thread, [&](int64_t run) {
+      const int64_t end = run + 1 < runs ? (run + 1) * lanes : rows;
+      int64_t sequence = 0;
+      for (int64_t row = run * lanes; row < end; ++row) {
+        while (row >= t.batch.row_offsets[sequence + 1]) ++sequence;
+        append_row(t, sequence, row);
+      }
+    });
+  });
+}
+
+inline void attend_tile(const QueryTile& tile, float* scores) {
+  const int64_t stride = tile.t.stride, d = tile.head.head_dim;
+  score(tile, 0, tile.reach(tile.count - 1), scores);
+  for (int64_t q = 0, count; q < tile.count; q += count) {
+    count = block_of(tile.count - q);
+    float totals[query_block];
+    soften_queries(tile, q, count, scores + q * stride, totals);
+    for (int64_t dimension = 0; dimension < d; dimension += 64)
+      weigh(tile, q, count, Slice(d, dimension, 2), scores + q * stride, totals);
   }
 }
 
-constexpr int64_t query_tile = 24;
-
-inline int64_t query_bytes(const quasar_attention& a, int64_t rows) {
-  return round_up(rows * a.heads * a.head_dim * 2, 64);
+// A tile of queries is one item; the longest of a sequence come first.
+inline void attend_whole(const Attend& t, int32_t threads) {
+  share(
+      t, threads, [&](int64_t s) { return t.a.kv_heads * tiles_of(t, s, t.tile); },
+      [&](int64_t s, int64_t item, int32_t thread) {
+        const int64_t tiles = tiles_of(t, s, t.tile);
+        const int64_t first = (tiles - 1 - item % tiles) * t.tile;
+        attend_tile(tile_of(t, s, item / tiles, first, t.tile),
+                    t.scores + thread * t.tile * t.stride);
+      });
 }
 
-inline int64_t score_stride_of(int64_t context) { return round_up(context, 64) + 16; }
+// Few queries, long contexts: tiles would keep too few threads busy, so scores are shared by runs of
+// slots, then values by slices of the dimensions.
+struct Split {
+  const Attend& t;
+  int64_t kv_heads, run;  // slots that are scored together
+  int width;              // of a slice, in halves
+
+  Split(const Attend& t, int64_t longest, int32_t threads) : t(t), kv_heads(t.a.kv_heads) {
+    const int64_t items = 6 * threads;
+    run = round_up((t.batch.sequences * kv_heads * longest + items - 1) / items, 64);
+    const int64_t blocks = (t.batch.rows * t.group() + query_block - 1) / query_block;
+    width = kv_heads * blocks * ((t.a.head_dim + 63) / 64) >= 4 * threads ? 2 : 1;
+  }
+  int64_t runs(int64_t s) const { return (t.reach_of(s) + run - 1) / run; }
+  int64_t slices() const { return (t.a.head_dim + 32 * width - 1) / (32 * width); }
+  int64_t blocks(int64_t s) const { return tiles_of(t, s, query_block); }
+  QueryTile block(int64_t s, int64_t item) const {
+    const int64_t kv_head = item / blocks(s), first = item % blocks(s) * query_block;
+    return tile_of(t, s, kv_head, first, query_block);
+  }
+  float* scores(const QueryTile& tile) const { return t.scores + tile.index * t.stride; }
+  float* totals(const QueryTile& tile) const { return t.totals + tile.index; }
+
+  void score_run(int64_t s, int64_t item) const {
+    const QueryTile tile = tile_of(t, s, item / runs(s), 0, INT64_MAX);
+    const int64_t begin = item % runs(s) * run, reach = t.reach_of(s);
+    score(tile, begin, begin + run < reach ? begin + run : reach, scores(tile));
+  }
+  void soften_block(int64_t s, int64_t item) const {
+    const QueryTile tile = block(s, item);
+    soften_queries(tile, 0, tile.count, scores(tile), totals(tile));
+  }
+  void weigh_slice(int64_t s, int64_t item) const {
+    const QueryTile tile = block(s, item / slices());
+    const Slice slice(t.a.head_dim, item % slices() * 32 * width, width);
+    weigh(tile, 0, tile.count, slice, scores(tile), totals(tile));
+  }
+};
+
+inline void attend_split(const Split& split, int32_t threads) {
+  const Attend& t = split.t;
+  share(
+      t, threads, [&](int64_t s) { return split.kv_heads * split.runs(s); },
+      [&](int64_t s, int64_t item, int32_t) { split.score_run(s, item); });
+  share(
+      t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s); },
+      [&](int64_t s, int64_t item, int32_t) { split.soften_block(s, item); });
+  share(
+      t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s) * split.slices(); },
+      [&](int64_t s, int64_t item, int32_t) { split.weigh_slice(s, item); });
+}
+
+// ---- The table's functions ------------------------------------------------------------------
+
+// Who does what in one call: the plan that is estimated to end first. Unit of time: one query
+// vector against the longest context; a tile costs 1.5 of them besides (loads of K and V), a step
+// that threads share about 2500 cycles, a vector about reach * head_dim / 8.
+struct Plan {
+  int32_t threads;
+  int64_t tile = query_tile;
+  bool split = false;
+
+  Plan(const quasar_attention& a, const quasar_batch& batch, int64_t longest, int32_t team)
+      : threads(1) {
+    const double vector = static_cast<double>(longest * a.head_dim) / 8, step = 2500 / vector;
+    const int64_t heads = int64_t{a.kv_heads} * batch.sequences;
+    const int64_t rows = (batch.rows + batch.sequences - 1) / batch.sequences;
+    const int64_t queries = rows * (a.heads / a.kv_heads);
+    const double alone = static_cast<double>(heads) * (static_cast<double>(queries) + 1.5);
+    if (team < 2 || alone < 2 * step) return;
+    threads = team;
+    double least = alone / team + 3 * step;
+    split = int64_t{batch.rows} * a.heads <= most_split(team);
+    if (!split) least = 1e300;
+    const int64_t fewest = (queries + query_tile - 1) / query_tile;
+    for (int64_t parts = fewest; parts == fewest || heads * parts < 8 * team; ++parts) {
+      const int64_t size = (queries + parts - 1) / parts;
+      const int64_t turns = (heads * parts + team - 1) / team;
+      const double time = static_cast<double>(turns) * (static_cast<double>(size) + 1.5) + step;
+      if (time >= least) continue;
+      least = time;
+      tile = size;
+      split = false;
+    }
+  }
+
+  // Query vectors of a call that may be split: each keeps its own scores.
+  static int64_t most_split(int32_t threads) { return 4 * threads * query_tile; }
+};
+
+// How a call lies in its scratch: queries, then totals, then scores. Bytes; the stride is in floats
+// and off the powers of two, so that neighbouring rows fall into different cache sets.
+struct AttendLayout {
+  int64_t queries, totals, scores, stride;
+
+  AttendLayout(const quasar_attention& a, int64_t rows, int64_t longest, int32_t threads) {
+    const int64_t vectors = rows * a.heads, whole = threads * query_tile;
+    const int64_t split = vectors <= Plan::most_split(threads) ? vectors : 0;
+    stride = round_up(longest, 64) + 16;
+    queries = round_up(vectors * a.head_dim * 2, 64);
+    totals = round_up(split * 4, 64);
+    scores = (split > whole ? split : whole) * stride * 4;
+  }
+};
 
 size_t attention_scratch_bytes(const quasar_attention* a, int64_t rows, int64_t context,
                                int32_t threads) {
-  return query_bytes(*a, rows) + threads * query_tile * score_stride_of(context) * 4;
+  const AttendLayout layout(*a, rows, context, threads);
+  return static_cast<size_t>(layout.queries + layout.totals + layout.scores);
 }
 
 size_t cache_block_bytes(const quasar_attention* a) {
@@ -421,22 +616,29 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
   int64_t longest = 0;
   for (int64_t s = 0; s < batch->sequences; ++s) {
     const int64_t rows = batch->row_offsets[s + 1] - batch->row_offsets[s];
-    const int64_t length = batch->context_lengths[s] + rows;
-    if (length > longest) longest = length;
+    const int64_t reach = batch->context_lengths[s] + rows;
+    if (reach > longest) longest = reach;
   }
-  char* memory = static_cast<char*>(scratch);
+  const Plan plan(*a, *batch, longest, threads);
+  const AttendLayout layout(*a, batch->rows, longest, threads);
+  char* queries = static_cast<char*>(scratch);
+  char* totals = queries + layout.queries;
+  char* scores = totals + layout.totals;
   const Attend t{*a,
                  *batch,
                  qkv,
                  cache,
                  out,
-                 reinterpret_cast<uint16_t*>(memory),
-                 reinterpret_cast<float*>(memory + query_bytes(*a, batch->rows)),
-                 query_tile,
-                 score_stride_of(longest)};
-  Queue rows, tiles;
-  parallel(threads, [&](int32_t) { append_rows(t, rows); });
-  parallel(threads, [&](int32_t thread) { attend_tiles(t, tiles, thread); });
+                 reinterpret_cast<uint16_t*>(queries),
+                 reinterpret_cast<float*>(scores),
+                 reinterpret_cast<float*>(totals),
+                 plan.tile,
+                 layout.stride};
+  append_rows(t, threads);
+  if (plan.split)
+    attend_split(Split(t, longest, threads), threads);
+  else
+    attend_whole(t, plan.threads);
 }
 
 void move_slots(const quasar_attention* a, uint16_t* cache, const int32_t* table,
@@ -445,10 +647,10 @@ void move_slots(const quasar_attention* a, uint16_t* cache, const int32_t* table
     const HeadCache head(*a, cache, table, h);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t from = source[i], to = target[i];
-      const uint16_t* key = head.key_tile(from) + from % lanes * 2;
-      uint16_t* kept = head.key_tile(to) + to % lanes * 2;
-      for (int64_t pair = 0; pair < a->head_dim / 2; ++pair)
-        __builtin_memcpy(kept + pair * lanes * 2, key + pair * lanes * 2, 4);
+      const uint16_t* pair = head.key(from);
+      uint16_t* kept = head.key(to);
+      for (int64_t d = 0; d < a->head_dim; d += 2, pair += head.key_row(), kept += head.key_row())
+        __builtin_memcpy(kept, pair, 4);
       __builtin_memmove(head.value(to), head.value(from), a->head_dim * 2);
     }
   }

@@ -126,7 +126,7 @@ inline void sort_candidates(Candidate* a, Candidate* b, int64_t count) {
 }
 
 inline int64_t candidate_room(int64_t columns, int64_t k) {
-  return (k + 1024 < columns ? k + 1024 : columns) + 16;
+  return (2 * k + 1024 < columns ? 2 * k + 1024 : columns) + 16;
 }
 
 size_t top_k_scratch_bytes(int64_t columns, int64_t k) {

@@ -207,6 +207,28 @@ def test_neither_threads_nor_blocks_change_a_bit(tier: str, shape: tuple[int, in
 
 @tiers
 @shapes
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+def test_a_long_context_gives_equal_bits_however_it_is_shared(
+    tier: str, shape: tuple[int, int, int], rows: int
+) -> None:
+    """Few rows and a long context are shared among threads by slots and by dimensions."""
+    context, table = 3001, list(range(99, 0, -1))
+    spec = make_spec(*shape, positions=context + rows)
+    qkv, outs = random_rows(spec, rows, 11), []
+    for threads in (1, 2, 3, 8):
+        backend = native(tier, threads)
+        cache = backend.new_cache(spec, 100)
+        cache.tensor.normal_(generator=torch.Generator().manual_seed(1))
+        outs.append(run(backend, spec, cache, [Part(context, qkv, table)]))
+        singles = [Part(context + i, qkv[i : i + 1], table) for i in range(rows)]
+        outs.append(torch.cat([run(backend, spec, cache, [part]) for part in singles]))
+        tree = Part(context, qkv, table, list(range(-1, rows - 1)))
+        outs.append(run(backend, spec, cache, [tree]))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@tiers
+@shapes
 @pytest.mark.parametrize("nodes", [1, 6, 64])
 def test_a_tree_without_branches_is_the_chain(
     tier: str, shape: tuple[int, int, int], nodes: int
@@ -283,12 +305,12 @@ def test_a_long_context_agrees_with_the_twin(tier: str) -> None:
 
 @tiers
 def test_bad_batches_are_refused(tier: str) -> None:
-    spec, backend = make_spec(2, 1, 8, positions=40), native(tier, 1)
+    spec, backend = make_spec(2, 1, 8, positions=80), native(tier, 1)
     cache = new_cache(backend, spec, 3)
     with pytest.raises(ValueError, match="rotary tables"):
-        run(backend, spec, cache, [Part(39, random_rows(spec, 2, 0), [0, 1])])
+        run(backend, spec, cache, [Part(79, random_rows(spec, 2, 0), [0, 1])])
     with pytest.raises(ValueError, match="block table"):
-        run(backend, spec, cache, [Part(31, random_rows(spec, 2, 0), [0])])
+        run(backend, spec, cache, [Part(63, random_rows(spec, 2, 0), [0])])
     chain = make_batch([Part(0, random_rows(spec, 65, 0), [0, 1, 2])])
     with pytest.raises(ValueError, match="64 rows"):
         backend.bind(replace(chain, is_tree=torch.ones(1, dtype=torch.uint8)))

@@ -69,6 +69,7 @@ def test_transformers_runs_the_folder(folder):
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_transformers_reads_the_same_weights(folder):
     """Without quantised inputs both compute the same function in fp32."""
     dense = transformers.CompressedTensorsConfig(dequantize=True)

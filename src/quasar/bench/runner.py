@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from quasar.bench.suites import Prompt
 from quasar.drafting import make_drafter
 from quasar.engine.engine import Engine
-from quasar.engine.request import follow
 from quasar.errors import UsageError
-from quasar.types import Completion, Progress, SamplingParams
+from quasar.types import Completion, SamplingParams
 
 WARM_UP_TOKENS = 16
 
@@ -87,13 +86,9 @@ def run(
 
 
 def answer(engine: Engine, task: Task, params: SamplingParams) -> Answer:
-    steps: list[int] = []
-
-    def count(progress: Progress) -> None:
-        steps.append(len(progress.tokens))
-
-    completion = follow(engine, task.tokens, params, count)
-    return Answer(task, completion, steps[1:])
+    request = engine.submit(task.tokens, params)
+    steps = [len(progress.tokens) for progress in engine.stream(request)]
+    return Answer(task, request.completion, steps[1:])
 
 
 def cache_tokens(tasks: Sequence[Task], max_tokens: int, draft_tokens: int, context: int) -> int:

@@ -109,19 +109,16 @@ class Chat:
 
     def reply(self, question: str) -> None:
         """Ask, stream the answer, keep both; a question that cannot be served is not kept."""
-        from quasar.engine.request import follow
-
         asked = [*self.turns, {"role": "user", "content": question}]
         prompt, room = self.prompt(asked)
         params = replace(self.params, max_tokens=min(self.params.max_tokens, room))
+        request = self.engine.submit(prompt, params)
+        completion = request.completion
         with interruptible() if self.interactive else nullcontext(bool) as interrupted:
-            completion = follow(
-                self.engine,
-                prompt,
-                params,
-                lambda step: terminal.write_text(step.text),
-                interrupted,
-            )
+            for step in self.engine.stream(request):
+                terminal.write_text(step.text)
+                if interrupted():
+                    break
         terminal.write_text("\n")
         self.turns = [*asked, {"role": "assistant", "content": completion.text}]
         self.answers.append(completion.stats)

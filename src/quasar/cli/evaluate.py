@@ -157,7 +157,6 @@ def reference_answers(
 ) -> list[list[int]]:
     """Greedy answers, drafted by n-gram: drafts change the speed alone."""
     from quasar.engine.engine import Engine
-    from quasar.engine.request import follow
 
     params = SamplingParams(max_tokens=max_tokens)
     slots = min(max(map(len, prompts)) + max_tokens, model.config.context_length)
@@ -165,7 +164,7 @@ def reference_answers(
     answers = []
     with terminal.progress_bar() as progress:
         for done, prompt in enumerate(prompts, 1):
-            answers.append(follow(engine, prompt, params).tokens)
+            answers.append(engine.complete([prompt], params)[0].tokens)
             progress("answers", done, len(prompts))
     return answers
 

@@ -38,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
         load_engine,
         use_raw,
     )
-    from quasar.engine.request import follow
     from quasar.loading import Model
 
     check_precision(args.verifier, "--verifier")
@@ -48,11 +47,14 @@ def run(args: argparse.Namespace) -> int:
     prompt = encode_prompt(model, text, use_raw(model, args.raw))
     check_length(model, len(prompt))
     engine = load_engine(model, args, len(prompt) + params.max_tokens)
+    request = engine.submit(prompt, params)
+    completion = request.completion
+    for step in engine.stream(request):
+        if not args.json:
+            terminal.write_text(step.text)
     if args.json:
-        completion = follow(engine, prompt, params)
         print(json.dumps(result(model, engine, completion, args), ensure_ascii=False))
         return 0
-    completion = follow(engine, prompt, params, lambda step: terminal.write_text(step.text))
     terminal.write_text("" if completion.text.endswith("\n") else "\n")
     terminal.note(statistics_line(completion.stats))
     return 0

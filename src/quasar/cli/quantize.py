@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quasar.cli.parts import options, terminal
 from quasar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,10 +17,8 @@ BUILTIN = "builtin"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or a name"
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist")
+    options.add_model(parser)
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
     parser.add_argument("--scheme", default="w8a8", help="w8a8 (default)")
     parser.add_argument(
         "--smooth",
@@ -42,22 +41,19 @@ def run(args: argparse.Namespace) -> int:
             f"--head {args.head}: the head is stored in BF16 and quantised when a model is "
             "loaded; give --head to generate or evaluate"
         )
-    from quasar.cli.parts.terminal import progress_bar
     from quasar.loading import open_model
     from quasar.quantization.pipeline import QuantizeOptions, quantize
 
     file = None if args.calib == BUILTIN else Path(args.calib)
-    options = QuantizeOptions(args.scheme, args.smooth, file)
-    with progress_bar() as progress:
-        report = quantize(open_model(args.model), args.out, options, progress)
+    recipe = QuantizeOptions(args.scheme, args.smooth, file)
+    with terminal.progress_bar() as progress:
+        report = quantize(open_model(args.model), args.out, recipe, progress)
     print(page(report))
     return 0
 
 
 def page(report: Report) -> str:
     """The report card for people."""
-    from quasar.cli.parts.terminal import listing, megabytes, table
-
     result, summary = report.result, report.summary()
     arms = {"bf16": result.bf16, "round-to-nearest": result.rtn}
     if report.requested != "none":
@@ -66,11 +62,11 @@ def page(report: Report) -> str:
         (name, f"{arm.kl:.5f}", f"{arm.top1:.2%}", f"{arm.perplexity:.3f}")
         for name, arm in arms.items()
     ]
-    facts = listing(
+    facts = terminal.listing(
         [
             ("kept", f"{report.scheme}, smoothing: {report.smooth}"),
             ("time", f"{summary['seconds']:.1f} s"),
-            ("peak memory", megabytes(report.peak_rss_bytes)),
+            ("peak memory", terminal.megabytes(report.peak_rss_bytes)),
         ]
     )
-    return table(("held-out text", "KL", "top-1", "perplexity"), rows) + "\n" + facts
+    return terminal.table(("held-out text", "KL", "top-1", "perplexity"), rows) + "\n" + facts

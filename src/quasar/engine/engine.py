@@ -132,9 +132,8 @@ class Engine:
             lambda row: sequence.sampler.draw(logits, first + row, start + steps[row]),
         )
 
-    def stream(self, prompt: List[int], params: SamplingParams) -> Iterator[Progress]:
-        """Generate for one request. Closing the iterator cancels it."""
-        sequence = self.submit(prompt, params)
+    def stream(self, sequence: Sequence) -> Iterator[Progress]:
+        """Run until a submitted request ends: its progress. Closing the iterator cancels it."""
         try:
             while sequence.finish_reason is None:
                 yield from (p for p in self.step() if p.request_id == sequence.request_id)

@@ -138,4 +138,4 @@ class Sequence:
 
     def cancel(self) -> None:
         self.finish_reason = "cancelled"
-        self._finish()
+        self.completion.text += self._finish()

@@ -102,7 +102,7 @@ class CpuBackend:
     """One instruction-set tier with `threads` threads. Calls from several threads take turns."""
 
     name = "cpu"
-    block_size = 32
+    block_size = 64
 
     def __init__(self, cap: str, threads: int) -> None:
         """Raises RuntimeError with the reason where no native tier runs."""

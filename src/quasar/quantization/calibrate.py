@@ -78,7 +78,7 @@ def calibration_text(
         tokens = sum(s.shape[0] for s in sequences)
         if tokens < least:
             raise UsageError(
-                f"--calib {file}: too short: one part has {tokens} tokens, {least} are needed "
+                f"--calib {file or name}: too short: a part has {tokens} tokens of {least} needed "
                 "(three quarters are for calibration, the last is for measuring)"
             )
         taken.append(sequences)

@@ -6,7 +6,6 @@ measured against BF16 on held-out text, and the better one is what the folder ho
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -35,8 +34,6 @@ from quasar.quantization.smooth import SMOOTHERS
 from quasar.quantization.trial import Trial, TrialResult, workers
 from quasar.quantization.weights import QuantizedLayer
 from quasar.text.tokenizer import load_tokenizer
-
-GENERATION_FILE = "generation_config.json"
 
 log = logging.getLogger("quasar")
 
@@ -147,8 +144,6 @@ class _Run:
         """Everything but the tensors; then the folder becomes visible."""
         writer.add_json("config.json", folder_config(self.checkpoint))
         self.tokenizer.save(writer.folder)
-        generation = json.loads((writer.folder / GENERATION_FILE).read_text(encoding="utf-8"))
-        writer.add_json(GENERATION_FILE, {**self.checkpoint.generation_config, **generation})
         report = Report(
             scheme=self.options.scheme,
             smooth=smooth,

@@ -27,7 +27,7 @@ from quasar.models.layer import GROUPS, INPUT_NORM, POST_NORM, LayerTensors
 ALPHA = 0.5
 """Share of the difficulty that moves to the weights; the paper's default."""
 LIMIT = 2.0**14
-"""Largest factor either way around the geometric mean; far above any factor seen (2^9)."""
+"""Largest factor either way around the geometric mean; real models need 2^4."""
 
 Scales = dict[str, Tensor]
 """By group: s [in] fp32 > 0. A group that is absent is left alone."""

@@ -33,7 +33,7 @@ def workers() -> Iterator[Executor]:
 
     On a busy machine the barriers inside torch's own parallel operations cost tens of milliseconds
     each: quantising a 135M model beside three other processes took more than ten minutes with
-    them, XX seconds without.
+    them, two without.
     """
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads)
@@ -68,7 +68,9 @@ class TrialResult:
 class Trial:
     """The texts on their way through the model.
 
-    The BF16 model's own activations are what a layer is calibrated on.
+    A layer is calibrated on the BF16 model's activations. On those of the quantised layers before
+    it KL came out 2 % lower for SmolLM2-135M and 5 % higher for Qwen2.5-Coder-0.5B: within noise,
+    and it costs another pass over the calibration text.
     """
 
     def __init__(

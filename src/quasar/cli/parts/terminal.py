@@ -94,11 +94,11 @@ class Bars:
             MofNCompleteColumn,
             Progress,
             TextColumn,
-            TimeElapsedColumn,
+            TimeRemainingColumn,
         )
 
         text, bar = TextColumn("{task.description}"), BarColumn()
-        columns = (text, bar, MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (text, bar, MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
         self._display = Progress(*columns, console=Console(stderr=True))
         self._display.start()
         return self._display
