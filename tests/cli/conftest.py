@@ -51,6 +51,12 @@ class Result:
     err: str
 
     @property
+    def error(self) -> str:
+        """The one line that says what failed."""
+        (line,) = [line for line in self.err.splitlines() if line.startswith("quasar: error: ")]
+        return line
+
+    @property
     def json(self) -> Any:
         return json.loads(self.out)
 

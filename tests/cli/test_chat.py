@@ -106,7 +106,8 @@ def test_ctrl_c_stops_the_answer_and_the_second_interrupts():
 def test_a_stopped_answer_is_kept_and_the_chat_goes_on(model, capsys, monkeypatch):
     loaded = load_model(str(model), "bf16")
     engine = Engine(loaded.verifier, loaded.tokenizer)
-    talk = chat.Chat(engine, loaded.tokenizer, SamplingParams(), 512, interactive=True)
+    brief = SamplingParams(max_tokens=12)
+    talk = chat.Chat(engine, loaded.tokenizer, brief, 512, interactive=True)
     shown = []
 
     def press(text):

@@ -30,8 +30,8 @@ def test_info_estimates_what_loading_takes(quasar, model, quantized):
         estimate = quasar("info", folder, "--json").json["verifiers"][name]["weight_bytes"]
         norms = 4 * 48 * (2 * len(decoder.layers) + 1)
         taken = decoder.pass_bytes() + decoder.embedding.nbytes + norms
-        # Packed layouts pad to whole blocks, much in a model this small.
-        assert estimate <= taken * 1.01 and taken <= estimate * 1.35
+        # Packed layouts pad to whole blocks, or leave scales apart: much in a model this small.
+        assert 0.9 * estimate <= taken <= 1.35 * estimate
 
 
 def test_info_of_a_quantized_folder(quasar, quantized):
@@ -85,7 +85,8 @@ def test_doctor_says_why_the_native_kernels_are_not_used(quasar, monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(passes, "PEAK_SECONDS", 0.001)
-    monkeypatch.setattr(passes, "ROUNDS", 2)
+    monkeypatch.setattr(passes, "ROUNDS", 1)
+    monkeypatch.setattr(passes, "CONTEXTS", (16, 64))
 
 
 def test_doctor_times_what_the_model_can_be(quasar, quantized, quick):
@@ -94,10 +95,15 @@ def test_doctor_times_what_the_model_can_be(quasar, quantized, quick):
     content = result.json
     assert {entry["verifier"] for entry in content["passes"]} == {"w8a8"}
     assert [(entry["context"], entry["rows"]) for entry in content["passes"]] == [
-        (context, rows) for context in (128, 480) for rows in passes.ROWS
+        (context, rows) for context in (16, 64) for rows in passes.ROWS
     ]
     assert content["prefill"][0]["verifier"] == "w8a8"
     assert json.loads(result.out) == content
+
+
+def test_doctor_refuses_an_unknown_head(quasar):
+    result = quasar("doctor", "m", "--head", "w9")
+    assert (result.code, result.out) == (2, "") and "--head w9" in result.error
 
 
 def test_doctor_page(quasar, quantized, quick):

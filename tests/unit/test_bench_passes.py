@@ -64,7 +64,7 @@ def test_every_setting_is_reported(verifier, monkeypatch):
     monkeypatch.setattr(passes, "PEAK_SECONDS", 0.001)
     seen = []
     found = measure(
-        {"w8a8": verifier}, list(range(90)), lambda *step: seen.append(step), 2, (16, 64)
+        {"w8a8": verifier}, list(range(90)), 2, (16, 64), lambda *step: seen.append(step)
     )
     assert [(e["verifier"], e["context"], e["rows"]) for e in found.passes] == [
         ("w8a8", context, rows) for context in (16, 64) for rows in (1, 3)

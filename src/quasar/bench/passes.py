@@ -121,9 +121,9 @@ class Measurement:
 def measure(
     verifiers: Mapping[str, Verifier],
     tokens: Sequence[int],
+    rounds: int,
+    contexts: Sequence[int],
     watch: Callable[[int, int], None] = lambda done, total: None,
-    rounds: int = ROUNDS,
-    contexts: Sequence[int] = CONTEXTS,
 ) -> Measurement:
     """Time passes and prefill of each verifier over `tokens`, as many as the longest context."""
     backend = next(iter(verifiers.values())).backend

@@ -63,15 +63,18 @@ def run(args: argparse.Namespace) -> int:
     from quasar.bench.report import report
     from quasar.bench.runner import parse_configurations
     from quasar.bench.suites import read_prompts, round_robin
-    from quasar.cli.parts.models import check_precision, use_raw
+    from quasar.cli.parts.models import check_held, check_precision, use_raw
     from quasar.loading import Model, make_backend
 
     configurations = parse_configurations(args.configs, args.draft_tokens)
     for configuration in configurations:
         check_precision(configuration.verifier, "--configs: verifier")
+    check_precision(args.head, "--head")
     _check_outputs(args)
     prompts = round_robin(read_prompts(args.data), args.limit)
     model = Model.open(args.model)
+    for configuration in configurations:
+        check_held(model, configuration.verifier)
     tasks = encode(model, prompts, use_raw(model, args.raw))
     backend = make_backend(args.threads)
     engines = make_engines(

@@ -51,10 +51,13 @@ def run(args: argparse.Namespace) -> int:
     params = options.sampling_params(args)
     options.check_drafter(args)
 
-    from quasar.cli.parts.models import load_engine
+    from quasar.cli.parts.models import check_held, check_precision, load_engine
     from quasar.loading import Model
 
+    check_precision(args.verifier, "--verifier")
+    check_precision(args.head, "--head")
     model = Model.open(args.model)
+    check_held(model, args.verifier)
     if not model.tokenizer.has_chat_template:
         raise UsageError(f"{model.name} has no chat template: use `quasar generate --raw`")
     context = min(args.context, model.config.context_length)

@@ -25,8 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from quasar.bench.passes import PEAK_SECONDS
+    from quasar.cli.parts.models import check_precision
     from quasar.loading import make_backend
 
+    check_precision(args.head, "--head")
     backend = make_backend(args.threads)
     content = installation(backend)
     if args.model is None:
@@ -60,7 +62,7 @@ def installation(backend: Backend) -> dict[str, Any]:
 
 def time_model(args: argparse.Namespace, backend: Backend) -> Measurement:
     """Passes and prefill of every verifier that the model can be."""
-    from quasar.bench.passes import CONTEXTS, measure
+    from quasar.bench.passes import CONTEXTS, ROUNDS, measure
     from quasar.bench.samples import text_tokens
     from quasar.cli.parts.models import load_verifier
     from quasar.loading import Model
@@ -69,7 +71,9 @@ def time_model(args: argparse.Namespace, backend: Backend) -> Measurement:
     verifiers = {name: load_verifier(model, name, backend, args.head) for name in model.precisions}
     tokens = text_tokens(model.tokenizer, max(CONTEXTS))
     with terminal.progress_bar() as progress:
-        return measure(verifiers, tokens, lambda done, total: progress("passes", done, total))
+        return measure(
+            verifiers, tokens, ROUNDS, CONTEXTS, lambda done, total: progress("passes", done, total)
+        )
 
 
 def page(content: dict[str, Any]) -> str:

@@ -59,14 +59,17 @@ def run(args: argparse.Namespace) -> int:
     parts = [split_name(name) for name in names]
 
     from quasar.bench.fidelity import compare
-    from quasar.cli.parts.models import check_precision, load_verifier
+    from quasar.cli.parts.models import check_held, check_precision, load_verifier
     from quasar.loading import Model, make_backend
 
     for _, precision in parts:
         check_precision(precision, "verifier")
+    check_precision(args.head, "--head")
     models = {path: Model.open(path) for path, _ in parts}
     for model in models.values():
         check_vocabulary(models[parts[0][0]], model)
+    for path, precision in parts:
+        check_held(models[path], precision)
     backend = make_backend(args.threads)
     heads = [None] + [args.head] * len(args.candidates)
     reference, *candidates = [

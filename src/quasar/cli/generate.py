@@ -30,10 +30,20 @@ def run(args: argparse.Namespace) -> int:
     options.check_drafter(args)
     text = options.read_prompt(args.prompt)
 
-    from quasar.cli.parts.models import check_length, encode_prompt, load_engine, use_raw
+    from quasar.cli.parts.models import (
+        check_held,
+        check_length,
+        check_precision,
+        encode_prompt,
+        load_engine,
+        use_raw,
+    )
     from quasar.loading import Model
 
+    check_precision(args.verifier, "--verifier")
+    check_precision(args.head, "--head")
     model = Model.open(args.model)
+    check_held(model, args.verifier)
     prompt = encode_prompt(model, text, use_raw(model, args.raw))
     check_length(model, len(prompt))
     engine = load_engine(model, args, len(prompt) + params.max_tokens)

@@ -12,9 +12,17 @@ from quasar.loading import Model, make_backend
 from quasar.verification.verifier import PRECISIONS, Verifier
 
 
-def check_precision(name: str, option: str) -> None:
-    if name not in PRECISIONS:
+def check_precision(name: str | None, option: str) -> None:
+    """Refuse an unknown name before a model is opened; None stands for a default."""
+    if name is not None and name not in PRECISIONS:
         raise UsageError(f"{option} {name} is unknown; it is one of {', '.join(PRECISIONS)}")
+
+
+def check_held(model: Model, verifier: str) -> None:
+    """Refuse before weights are loaded a verifier that the model cannot be."""
+    if verifier not in model.precisions:
+        held = ", ".join(model.precisions)
+        raise UsageError(f"{model.name} can only be verified by {held}, not by {verifier}")
 
 
 def load_verifier(model: Model, precision: str, backend: Backend, head: str | None) -> Verifier:
