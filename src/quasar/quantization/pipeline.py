@@ -29,7 +29,8 @@ from quasar.models.layer import (
     read_layer,
 )
 from quasar.quantization.calibrate import SEQUENCE_TOKENS, calibration_text
-from quasar.quantization.report import REPORT_FILE, Report, peak_memory
+from quasar.quantization.memory import peak_memory, trim_heap
+from quasar.quantization.report import REPORT_FILE, Report
 from quasar.quantization.smooth import SMOOTHERS
 from quasar.quantization.trial import Trial, TrialResult, workers
 from quasar.quantization.weights import QuantizedLayer
@@ -134,6 +135,7 @@ class _Run:
             for name, tensor in layer.stored():
                 writer.add(prefix + name, tensor)
             self.checkpoint.release()
+            trim_heap()
         self.progress(stage, layers, layers)
         # A tied head is the embedding and is not written twice.
         for name in [EMBEDDING, FINAL_NORM] + [HEAD] * (not self.config.tied_embeddings):

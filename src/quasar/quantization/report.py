@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import resource
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from quasar import __version__
@@ -82,16 +78,3 @@ class Report:
             },
             "linears": self.linears(),
         }
-
-
-def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes, mapped file pages included."""
-    try:
-        # VmHWM belongs to this program; ru_maxrss survives exec, so it may be the parent's.
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        found = None
-    if found:
-        return int(found[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
