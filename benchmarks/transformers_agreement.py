@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from quasar.text.tokenizer import load_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from quasar.kernels.base import RaggedBatch
 from quasar.loading import load_model, open_model
+from quasar.text.tokenizer import load_tokenizer
 
 NEAR_TIE = 0.25
 

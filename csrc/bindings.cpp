@@ -237,6 +237,7 @@ class Kernels {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // objects that outlive the interpreter at exit are no fault
   m.attr("BF16") = static_cast<int>(QUASAR_BF16);
   m.attr("W8A8") = static_cast<int>(QUASAR_W8A8);
   nb::class_<Linear>(m, "Linear")

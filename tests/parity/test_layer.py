@@ -9,7 +9,8 @@ import tiny
 from quasar.checkpoints import open_checkpoint
 from quasar.errors import CheckpointError
 from quasar.models.families import parse_config
-from quasar.models.layer import check_model, logits
+from quasar.models.layer import logits
+from quasar.models.tensors import check_model
 
 transformers = pytest.importorskip("transformers")
 

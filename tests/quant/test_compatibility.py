@@ -9,16 +9,8 @@ import tiny
 from quasar.checkpoints import open_checkpoint
 from quasar.kernels.reference import rms_norm
 from quasar.models.families import parse_config
-from quasar.models.layer import (
-    EMBEDDING,
-    FINAL_NORM,
-    INPUT_NORM,
-    LINEARS,
-    POST_NORM,
-    FloatLinear,
-    Layer,
-    head_rows,
-)
+from quasar.models.layer import FloatLinear, Layer
+from quasar.models.tensors import EMBEDDING, FINAL_NORM, INPUT_NORM, LINEARS, POST_NORM, head_rows
 from quasar.quantization.pipeline import quantize
 from quasar.quantization.simulation import Int8Linear
 from quasar.quantization.weights import dequantize

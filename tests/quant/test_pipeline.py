@@ -16,7 +16,8 @@ from quasar.checkpoints import open_checkpoint
 from quasar.errors import CheckpointError, UsageError
 from quasar.kernels.base import Int8Weight
 from quasar.models.families import parse_config
-from quasar.models.layer import LINEARS, logits
+from quasar.models.layer import logits
+from quasar.models.tensors import LINEARS
 from quasar.quantization import trial
 from quasar.quantization.pipeline import QuantizeOptions, quantize
 from quasar.quantization.smooth import smoothquant

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quasar.models.config import ModelConfig
-from quasar.models.layer import GROUPS, INPUT_NORM, POST_NORM, Layer, layer_shapes
+from quasar.models.layer import Layer
+from quasar.models.tensors import GROUPS, INPUT_NORM, POST_NORM, layer_shapes
 from quasar.quantization.calibrate import ChannelMaxima
 from quasar.quantization.smooth import (
     LIMIT,

@@ -13,14 +13,6 @@ OPENMP = re.compile(r"/(lib(?:[gi]?omp|iomp5)\b[^/]*\.so[^/]*)$")
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf")
 
 
-def peak_rss_bytes() -> int:
-    """The most memory that this process ever held (VmHWM)."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
 def openmp_runtimes() -> list[str]:
     """Paths of the OpenMP libraries mapped into this process; two of them fight over the cores."""
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}

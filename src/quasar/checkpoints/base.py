@@ -96,9 +96,9 @@ def to_bfloat16(tensor: Tensor, where: str) -> Tensor:
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse a checkpoint whose tensors are not exactly the expected names and shapes."""
-    names = checkpoint.names()
+    names = dict.fromkeys(checkpoint.names())
     for problem, found in (
-        ("lacks", [name for name in expected if name not in set(names)]),
+        ("lacks", [name for name in expected if name not in names]),
         ("has unexpected", [name for name in names if name not in expected]),
     ):
         if found:

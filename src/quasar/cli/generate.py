@@ -64,7 +64,7 @@ def result(
     model: Model, engine: Engine, completion: Completion, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The object that `--json` prints."""
-    from quasar.bench.machine import peak_rss_bytes
+    from quasar.memory import peak_memory
 
     stats, verifier = completion.stats, engine.verifier
     return {
@@ -89,12 +89,12 @@ def result(
         "draft_tokens": stats.draft_tokens,
         "accepted_tokens": stats.accepted_tokens,
         "draft_acceptance_rate": stats.draft_acceptance_rate,
-        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_rss_bytes": peak_memory(),
     }
 
 
 def statistics_line(stats: GenerationStats) -> str:
-    from quasar.bench.machine import peak_rss_bytes
+    from quasar.memory import peak_memory
 
     prefill = stats.prompt_tokens / stats.prefill_seconds if stats.prefill_seconds else 0.0
     return (
@@ -102,5 +102,5 @@ def statistics_line(stats: GenerationStats) -> str:
         f" | answer {stats.completion_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s"
         f" | acceptance length {stats.mean_acceptance_length:.2f},"
         f" {stats.accepted_tokens} of {stats.draft_tokens} drafted tokens accepted"
-        f" ({stats.draft_acceptance_rate:.0%}) | peak memory {peak_rss_bytes() / 1e6:,.0f} MB"
+        f" ({stats.draft_acceptance_rate:.0%}) | peak memory {peak_memory() / 1e6:,.0f} MB"
     )

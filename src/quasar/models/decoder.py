@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from quasar.cache import KVCache
@@ -25,11 +24,17 @@ from quasar.kernels.base import (
     concatenate,
 )
 from quasar.models.config import ModelConfig
-
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-HEAD = "lm_head"
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+from quasar.models.rotary import rotary_tables
+from quasar.models.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    INPUT_NORM,
+    LINEARS,
+    POST_NORM,
+    check_model,
+    head_rows,
+    layer_prefix,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,136 +150,51 @@ class Decoder:
 
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
-    """Rotary tables (RoFormer, arXiv 2104.09864) in fp64, rounded to fp32 once."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    angles = torch.outer(
-        torch.arange(config.context_length, dtype=torch.float64), config.rope_theta**-half
-    )
-    return AttentionSpec(
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.head_dim**-0.5,
-        angles.cos().float().contiguous(),
-        angles.sin().float().contiguous(),
-    )
-
-
-class LayerReader:
-    """Reads the tensors of a checkpoint under their canonical names, checked against the config."""
-
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
-        self.checkpoint = checkpoint
-        self.config = config
-        self.used: set[str] = set()
-
-    def linear(self, module: str, out_features: int, in_features: int, bias: bool) -> LinearWeight:
-        weight = self.checkpoint.linear(module)
-        values = weight.weight if isinstance(weight, DenseWeight) else weight.codes
-        if tuple(values.shape) != (out_features, in_features):
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {module}.weight has shape {list(values.shape)}, "
-                f"the config says {[out_features, in_features]}"
-            )
-        if (weight.bias is not None) != bias:
-            found = "has a bias" if weight.bias is not None else "lacks its bias"
-            raise CheckpointError(f"{self.checkpoint.path}: {module} {found}")
-        self.used |= {f"{module}.{part}" for part in ("weight", "weight_scale", "bias")}
-        return weight
-
-    def vector(self, name: str) -> Buffer:
-        tensor = self._checked(name, (self.config.hidden_size,))
-        return Buffer.of(tensor.float()[None].contiguous())
-
-    def embedding(self) -> Tensor:
-        return self._checked(EMBEDDING, (self.config.vocab_size, self.config.hidden_size))
-
-    def head(self) -> LinearWeight:
-        """The output projection in BF16; the embedding itself when tied."""
-        config = self.config
-        if not config.tied_embeddings:
-            return self.linear(HEAD, config.vocab_size, config.hidden_size, bias=False)
-        name = f"{HEAD}.weight"
-        if name in self.checkpoint.names():
-            self.used.add(name)
-            if not torch.equal(self.checkpoint.tensor(name), self.embedding()):
-                raise CheckpointError(
-                    f"{self.checkpoint.path}: {name} differs from {EMBEDDING}, to which it is tied"
-                )
-        return DenseWeight(self.embedding())
-
-    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        found = self.checkpoint.shape(name)
-        if found != shape:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {name} has shape {list(found)}, "
-                f"the config says {list(shape)}"
-            )
-        self.used.add(name)
-        return self.checkpoint.tensor(name)
-
-    def layer(self, index: int, backend: Backend) -> DecoderLayer:
-        config, prefix = self.config, f"model.layers.{index}"
-        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-
-        def attention(name: str, out_features: int, in_features: int, bias: bool) -> LinearWeight:
-            return self.linear(f"{prefix}.self_attn.{name}", out_features, in_features, bias)
-
-        qkv = [
-            attention(name, size, hidden, config.qkv_bias)
-            for name, size in (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width))
-        ]
-        gate = self.linear(f"{prefix}.mlp.gate_proj", inner, hidden, bias=False)
-        up = self.linear(f"{prefix}.mlp.up_proj", inner, hidden, bias=False)
-        return DecoderLayer(
-            input_norm=self.vector(f"{prefix}.input_layernorm.weight"),
-            qkv=backend.pack(self._fused(prefix, qkv)),
-            o=backend.pack(attention("o_proj", hidden, width, config.o_bias)),
-            post_norm=self.vector(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=backend.pack_gated(gate, up),
-            down=backend.pack(self.linear(f"{prefix}.mlp.down_proj", hidden, inner, bias=False)),
-        )
-
-    def _fused(self, prefix: str, weights: list[LinearWeight]) -> LinearWeight:
-        if len({type(weight) for weight in weights}) > 1:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {prefix}: q, k and v must share one precision"
-            )
-        return concatenate(tuple(weights))
-
-    def check_leftovers(self) -> None:
-        """Every tensor of the file has a place in the model."""
-        leftover = [
-            name
-            for name in self.checkpoint.names()
-            if name not in self.used and not name.endswith(IGNORED_SUFFIXES)
-        ]
-        if leftover:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: tensor {leftover[0]} has no place in a "
-                f"{self.config.family} model ({len(leftover)} such tensors)"
-            )
+    cos, sin = rotary_tables(config, config.context_length)
+    scale = config.head_dim**-0.5
+    return AttentionSpec(config.heads, config.kv_heads, config.head_dim, scale, cos, sin)
 
 
 def load_decoder(
     checkpoint: Checkpoint,
     config: ModelConfig,
     backend: Backend,
-    head: Callable[[LinearWeight], LinearWeight] = lambda weight: weight,
+    head: Callable[[Tensor], LinearWeight] = DenseWeight,
 ) -> Decoder:
-    """Stream a checkpoint into packed form; `head` may change the precision of the output layer.
+    """Stream a checkpoint into packed form; `head` makes the output layer of its BF16 rows.
 
-    Raises CheckpointError for a missing, leftover or misshapen tensor.
+    File pages are let go after each part, so the peak is the packed model and one part.
+    Raises CheckpointError for a missing, leftover or misshapen tensor, before anything is packed.
     """
-    reader = LayerReader(checkpoint, config)
+    check_model(checkpoint, config)
     layers = []
     for index in range(config.layers):
-        layers.append(reader.layer(index, backend))
+        layers.append(_load_layer(checkpoint, layer_prefix(index), backend))
         checkpoint.release()
-    embedding = reader.embedding()
-    packed_head = backend.pack(head(reader.head()))
-    final_norm = reader.vector(FINAL_NORM)
-    reader.check_leftovers()
+    embedding = checkpoint.tensor(EMBEDDING)
+    checkpoint.release()
+    packed_head = backend.pack(head(head_rows(checkpoint, config)))
+    final_norm = _norm(checkpoint, FINAL_NORM)
     checkpoint.release()
     return Decoder(config, backend, layers, embedding, final_norm, packed_head)
+
+
+def _load_layer(checkpoint: Checkpoint, prefix: str, backend: Backend) -> DecoderLayer:
+    q, k, v, o, gate, up, down = (checkpoint.linear(prefix + name) for name in LINEARS)
+    for group in ((q, k, v), (gate, up)):
+        if len({type(weight) for weight in group}) > 1:
+            raise CheckpointError(
+                f"{checkpoint.path}: {prefix}: linears with one input must share one precision"
+            )
+    return DecoderLayer(
+        input_norm=_norm(checkpoint, prefix + INPUT_NORM),
+        qkv=backend.pack(concatenate((q, k, v))),
+        o=backend.pack(o),
+        post_norm=_norm(checkpoint, prefix + POST_NORM),
+        gate_up=backend.pack_gated(gate, up),
+        down=backend.pack(down),
+    )
+
+
+def _norm(checkpoint: Checkpoint, name: str) -> Buffer:
+    return Buffer.of(checkpoint.tensor(name).float()[None].contiguous())

@@ -17,19 +17,11 @@ from typing import Any
 from quasar.checkpoints.base import Checkpoint
 from quasar.checkpoints.writer import CheckpointWriter
 from quasar.errors import CheckpointError, UsageError
+from quasar.memory import peak_memory, trim_heap
 from quasar.models.families import parse_config
-from quasar.models.layer import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    LayerTensors,
-    check_model,
-    head_rows,
-    layer_prefix,
-    read_layer,
-)
+from quasar.models.layer import LayerTensors, read_layer
+from quasar.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_model, head_rows, layer_prefix
 from quasar.quantization.calibrate import SEQUENCE_TOKENS, calibration_text
-from quasar.quantization.memory import peak_memory, trim_heap
 from quasar.quantization.report import REPORT_FILE, Report
 from quasar.quantization.smooth import SMOOTHERS
 from quasar.quantization.trial import Trial, TrialResult, workers

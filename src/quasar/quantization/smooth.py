@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from quasar.models.config import ModelConfig
-from quasar.models.layer import GROUPS, INPUT_NORM, POST_NORM, LayerTensors
+from quasar.models.layer import LayerTensors
+from quasar.models.tensors import GROUPS, INPUT_NORM, POST_NORM
 
 ALPHA = 0.5
 """Share of the difficulty that moves to the weights; the paper's default."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quasar.kernels.reference import rms_norm
 from quasar.models.config import ModelConfig
-from quasar.models.layer import GROUPS, Layer, LayerTensors, Observer, unobserved
+from quasar.models.layer import Layer, LayerTensors, Observer, unobserved
+from quasar.models.tensors import GROUPS
 from quasar.quantization.calibrate import CalibrationText, ChannelMaxima, SampledRows
 from quasar.quantization.simulation import Fidelity, Int8Linear, compare, simulated
 from quasar.quantization.smooth import SMOOTHERS, Scales, fold, output_scales

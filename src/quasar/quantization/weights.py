@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quasar.kernels.base import Int8Weight
-from quasar.models.layer import INPUT_NORM, LINEARS, POST_NORM, LayerTensors
+from quasar.models.layer import LayerTensors
+from quasar.models.tensors import INPUT_NORM, LINEARS, POST_NORM
 
 HEAD_CHUNK_ROWS = 4096
 """Rows of a head that are held in fp32 at a time: 16 MB at 1024 columns."""

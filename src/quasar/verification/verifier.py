@@ -10,7 +10,7 @@ from torch import Tensor
 from quasar.cache import KVCache
 from quasar.checkpoints.base import Checkpoint
 from quasar.errors import UsageError
-from quasar.kernels.base import Backend, Buffer, DenseWeight, LinearWeight, RaggedBatch
+from quasar.kernels.base import Backend, Buffer, DenseWeight, RaggedBatch
 from quasar.models.config import ModelConfig
 from quasar.models.decoder import Decoder, load_decoder
 from quasar.models.families import parse_config
@@ -77,10 +77,6 @@ def load_verifier(
             f"{checkpoint.path} holds {held} weights: --verifier {precision} needs others"
         )
 
-    def head(weight: LinearWeight) -> LinearWeight:
-        if head_precision == "w8a8" and isinstance(weight, DenseWeight):
-            return quantize_head(weight.weight)
-        return weight
-
+    head = quantize_head if head_precision == "w8a8" else DenseWeight
     decoder = load_decoder(checkpoint, parse_config(checkpoint.config), backend, head)
     return Verifier(decoder, precision, head_precision)
