@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 
 from quasar.kernels import TIERS, base, cpu, reference
 
+# A shell that starts the tests in the background has interrupts ignored, children inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Rows are computed one by one in the reference: teams of threads would only wait for each other.
 torch.set_num_threads(1)
 
