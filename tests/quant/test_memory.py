@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from quasar.quantization.memory import peak_memory, trim_heap
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tiny
 from quasar.bench import passes
-from quasar.bench.passes import best_peaks, fill, fitting, measure, pass_work
+from quasar.bench.passes import Timing, fill, fitting, measure, pass_work, run_peaks
 from quasar.checkpoints import open_checkpoint
 from quasar.errors import UsageError
 from quasar.kernels.base import Peaks
@@ -91,5 +93,15 @@ def test_a_context_too_short_to_time_is_refused(tmp_path):
         fitting(short, (128,))
 
 
-def test_best_peaks_takes_each_at_its_best():
-    assert best_peaks([Peaks(1, 5, 2), Peaks(3, 4, 1)]) == Peaks(3, 5, 2)
+def test_a_pass_is_judged_by_the_bandwidth_beside_it(verifier):
+    """Twice the bandwidth and half the time is the same share; medians, not extremes, count."""
+    setting = fill("w8a8", verifier, list(range(16)), 2)
+    limit = pass_work(verifier, 1, 16).limit(PEAKS)
+    fast = replace(PEAKS, read_bandwidth_gbps=80.0)
+    assert pass_work(verifier, 1, 16).limit(fast) < limit
+    setting.passes[1] = [Timing(limit / 0.8, 40.0), Timing(limit / 0.8, 40.0), Timing(1.0, 40.0)]
+    (entry,) = passes._pass_entries(setting, PEAKS)
+    assert entry["share_of_limit"] == pytest.approx(0.8)
+    assert entry["milliseconds"] == pytest.approx(limit / 0.8 * 1e3)
+    found = run_peaks([Peaks(1, 5, 2), Peaks(3, 4, 1)], [setting])
+    assert found == Peaks(40.0, 5, 2)

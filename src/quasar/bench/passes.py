@@ -11,9 +11,10 @@ attention, over the C + i + 1 tokens that row i sees, count as BF16, as K and V 
 embedding's M rows and the activations are left out: they make the limit only smaller. A share above
 1 means that weights were found in a cache that the bandwidth does not know.
 
-The machine's neighbours move its bandwidth from second to second. So all row counts, contexts and
-verifiers take turns in each round, the median of the rounds counts, and the peaks are the best of
-those measured before, between and after.
+The machine's neighbours move its bandwidth from second to second, and a virtual machine's cores
+share one memory link or have two, as the host places them (37 and 65 GB/s were seen in one minute).
+So every pass has its own W, read just before it; all row counts, contexts and verifiers take turns
+in each round; medians of the rounds count. The multiply rates are the best of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -67,6 +68,14 @@ def pass_work(verifier: Verifier, rows: int, context: int) -> Work:
     return Work(decoder.pass_bytes() + cache_bytes, multiply_adds)
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One pass, and the read bandwidth (10^9 bytes a second) just before it."""
+
+    seconds: float
+    bandwidth: float
+
+
 @dataclass(slots=True)
 class Setting:
     """A verifier with a filled cache, ready to pass over the same slots again and again."""
@@ -76,8 +85,8 @@ class Setting:
     cache: KVCache
     sequence: SequenceCache
     context: int
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    """Measured passes by number of rows."""
+    passes: dict[int, list[Timing]] = field(default_factory=dict)
+    """By number of rows."""
 
     def time(self, batch: RaggedBatch) -> float:
         """Seconds of one pass. Its rows are not kept, so the next pass overwrites them."""
@@ -138,19 +147,26 @@ def measure(
     for turn in range(rounds):
         for setting in settings:
             _round(setting, tokens)
-        if turn % 5 == 4:
-            peaks.append(backend.measure_peaks(PEAK_SECONDS))
         watch(turn + 1, total)
-    prefills = [fill(name, verifier, prompt, 0) for name, verifier in verifiers.items()]
+    peaks.append(backend.measure_peaks(PEAK_SECONDS))
+    prefills = {name: fill(name, verifier, prompt, 0) for name, verifier in verifiers.items()}
+    speeds: dict[str, list[float]] = {name: [] for name in prefills}
     for turn in range(PREFILL_ROUNDS):
-        for setting in prefills:
-            setting.seconds.setdefault(len(prompt), []).append(_prefill_seconds(setting, prompt))
+        for name, setting in prefills.items():
+            speeds[name].append(len(prompt) / _prefill_seconds(setting, prompt))
         watch(rounds + turn + 1, total)
-    best = best_peaks([*peaks, backend.measure_peaks(PEAK_SECONDS)])
+    found = run_peaks([*peaks, backend.measure_peaks(PEAK_SECONDS)], settings)
     return Measurement(
-        best,
-        [entry for setting in settings for entry in _pass_entries(setting, best)],
-        [entry for setting in prefills for entry in _prefill_entries(setting)],
+        found,
+        [entry for setting in settings for entry in _pass_entries(setting, found)],
+        [
+            {
+                "verifier": name,
+                "tokens": len(prompt),
+                "tokens_per_second": statistics.median(values),
+            }
+            for name, values in speeds.items()
+        ],
     )
 
 
@@ -169,7 +185,8 @@ def _round(setting: Setting, tokens: Sequence[int]) -> None:
     setting.time(setting.batch(tokens[:1]))
     for rows in ROWS:
         batch = setting.batch(tokens[:rows])
-        setting.seconds.setdefault(rows, []).append(setting.time(batch))
+        bandwidth = setting.verifier.backend.measure_bandwidth()
+        setting.passes.setdefault(rows, []).append(Timing(setting.time(batch), bandwidth))
 
 
 def _prefill_seconds(setting: Setting, prompt: Sequence[int]) -> float:
@@ -178,29 +195,33 @@ def _prefill_seconds(setting: Setting, prompt: Sequence[int]) -> float:
     return time.perf_counter() - start
 
 
-def best_peaks(measured: Sequence[Peaks]) -> Peaks:
+def run_peaks(measured: Sequence[Peaks], settings: Sequence[Setting]) -> Peaks:
+    """The run's peaks: the best multiply rates, and the median bandwidth beside the passes."""
+    bandwidths = [
+        timing.bandwidth
+        for setting in settings
+        for timings in setting.passes.values()
+        for timing in timings
+    ]
     return Peaks(
-        max(peaks.read_bandwidth_gbps for peaks in measured),
+        statistics.median(bandwidths),
         max(peaks.int8_gmacs for peaks in measured),
         max(peaks.bf16_gmacs for peaks in measured),
     )
 
 
 def _pass_entries(setting: Setting, peaks: Peaks) -> Iterator[dict[str, float | str]]:
-    for rows, seconds in setting.seconds.items():
-        measured = statistics.median(seconds)
-        limit = pass_work(setting.verifier, rows, setting.context).limit(peaks)
+    for rows, timings in setting.passes.items():
+        work = pass_work(setting.verifier, rows, setting.context)
+        share = statistics.median(
+            work.limit(replace(peaks, read_bandwidth_gbps=t.bandwidth)) / t.seconds for t in timings
+        )
+        milliseconds = statistics.median(t.seconds for t in timings) * 1e3
         yield {
             "verifier": setting.name,
             "rows": rows,
             "context": setting.context,
-            "milliseconds": measured * 1e3,
-            "limit_milliseconds": limit * 1e3,
-            "share_of_limit": limit / measured,
+            "milliseconds": milliseconds,
+            "limit_milliseconds": share * milliseconds,
+            "share_of_limit": share,
         }
-
-
-def _prefill_entries(setting: Setting) -> Iterator[dict[str, float | str]]:
-    for count, seconds in setting.seconds.items():
-        speed = count / statistics.median(seconds)
-        yield {"verifier": setting.name, "tokens": count, "tokens_per_second": speed}

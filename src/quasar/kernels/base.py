@@ -251,3 +251,6 @@ class Backend(Protocol):
 
     def measure_peaks(self, seconds: float) -> Peaks:
         """Measure each peak for about `seconds`."""
+
+    def measure_bandwidth(self) -> float:
+        """The read bandwidth of this moment, in 10^9 bytes a second: one read of 256 MiB."""

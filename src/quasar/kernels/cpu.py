@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ except ImportError as error:
 LANES = 16
 """Gate and up rows alternate in runs of this many; layouts are padded to twice as many rows."""
 
-PEAK_BYTES = 512 << 20
+PEAK_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -247,11 +248,20 @@ class CpuBackend:
         token: int = self._kernels.gumbel_argmax(at, columns, 1.0 / temperature, threshold, *key)
         return token
 
+    @cached_property
+    def _stream(self) -> Tensor:
+        """256 MiB of huge pages to read, more than the caches hold; kept once it is needed."""
+        return huge_bytes(PEAK_BYTES).fill_(1)
+
+    def measure_bandwidth(self) -> float:
+        rate: float = self._kernels.read_bandwidth(
+            self._stream.data_ptr(), self._stream.nbytes, 0.0
+        )
+        return rate
+
     def measure_peaks(self, seconds: float) -> Peaks:
-        """Memory is read from 512 MiB of huge pages, more than the caches hold."""
-        stream = huge_bytes(PEAK_BYTES).fill_(1)
         return Peaks(
-            self._kernels.read_bandwidth(stream.data_ptr(), stream.nbytes, seconds),
+            self._kernels.read_bandwidth(self._stream.data_ptr(), self._stream.nbytes, seconds),
             self._kernels.multiply_rate(_native.W8A8, seconds),
             self._kernels.multiply_rate(_native.BF16, seconds),
         )

@@ -240,6 +240,10 @@ class ReferenceBackend:
         kept = torch.where(logits.tensor[row] >= threshold, noisy, -torch.inf)
         return int(kept.argmax())
 
+    def measure_bandwidth(self) -> float:
+        stream = torch.ones(1 << 26)
+        return stream.nbytes * _calls_per_second(stream.sum, 0.0) * 1e-9
+
     def measure_peaks(self, seconds: float) -> Peaks:
         """The rates that torch reaches: a sum over 256 MiB, and square products."""
         stream = torch.ones(1 << 26)
@@ -258,7 +262,8 @@ def _calls_per_second(call: Callable[[], Tensor], seconds: float) -> float:
     """The best rate of single calls within about `seconds`, after one that warms up."""
     call()
     best, end = float("inf"), time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
+    while best == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
         call()
         best = min(best, time.perf_counter() - start)
     return 1.0 / best
