@@ -88,7 +88,6 @@ class Pool {
         if (gate >> 32 != seen) return gate;
         relax();
       }
-      sched_yield();  // a caller on the same CPU goes first
     } while (now() < end);
     std::unique_lock<std::mutex> lock(mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);

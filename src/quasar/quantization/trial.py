@@ -6,6 +6,7 @@ memory, and when the last layer is done the whole-model effect of the recipe is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,14 +31,14 @@ Seen = TypeVar("Seen", bound=Observer)
 
 @contextmanager
 def workers() -> Iterator[Executor]:
-    """As many threads as torch has, each of which runs torch operations alone, on its own sequence.
+    """A thread for each CPU, each of which runs torch operations alone, on its own sequence.
 
     On a busy machine the barriers inside torch's own parallel operations cost tens of milliseconds
     each: quantising a 135M model beside three other processes took more than ten minutes with
     them, two without.
     """
     threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads)
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     torch.set_num_threads(1)
     try:
         yield pool
