@@ -6,7 +6,6 @@ pass, the acceptance rule turns them into a `Verdict`, and the engine keeps what
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +17,12 @@ MAX_DRAFT_NODES = 63
 """A node's ancestors are one 64-bit word, and the last accepted token is node 0 of each pass."""
 
 _INT64_MAX = 2**63 - 1
+_MIN_TEMPERATURE = 1e-4
+"""Far below it a logit over the temperature leaves fp32; 0 asks for the likeliest token."""
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= _INT64_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +74,16 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        temperature = self.temperature
         checks = {
-            "temperature": math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0,
-            "top_k": 0 <= self.top_k <= _INT64_MAX,
+            "temperature": temperature == 0.0 or _MIN_TEMPERATURE <= temperature <= 100.0,
+            "top_k": _is_count(self.top_k, 0),
             "top_p": 0.0 < self.top_p <= 1.0,
             "min_p": 0.0 <= self.min_p <= 1.0,
-            "seed": 0 <= self.seed <= _INT64_MAX,
-            "max_tokens": 1 <= self.max_tokens <= _INT64_MAX,
-            "stop": all(self.stop),
+            "seed": _is_count(self.seed, 0),
+            "max_tokens": _is_count(self.max_tokens, 1),
+            "stop": not isinstance(self.stop, str)
+            and all(isinstance(text, str) and text for text in self.stop),
         }
         for name, valid in checks.items():
             if not valid:

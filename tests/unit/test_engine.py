@@ -7,7 +7,7 @@ import torch
 
 from quasar.cache import KVCache
 from quasar.engine.engine import Engine
-from quasar.errors import UsageError
+from quasar.errors import QuasarError, UsageError
 from quasar.kernels.base import AttentionSpec, Buffer
 from quasar.kernels.reference import ReferenceBackend
 from quasar.models.config import ModelConfig
@@ -194,3 +194,65 @@ def test_a_request_larger_than_the_cache_is_refused():
         engine.submit([1] * 20, SamplingParams(max_tokens=40))
     with pytest.raises(UsageError, match="stop strings need a tokenizer"):
         Engine(Scripted([0] * 64), None).submit([1], SamplingParams(stop=("x",)))
+
+
+def test_a_failing_pass_ends_its_requests_and_no_others():
+    verifier = Scripted(text_script("abcabcabcabc", 6))
+    engine = Engine(verifier, Letters(), "none")
+    broken = engine.submit(PROMPT, SamplingParams())
+    verify = verifier.verify
+    verifier.verify = lambda *args: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert broken.finish_reason == "cancelled"
+    verifier.verify = verify
+    assert engine.complete([PROMPT], SamplingParams(max_tokens=3))[0].text == "abc"
+    assert engine.cache.free_slots == engine.cache.capacity
+
+
+def test_a_refused_prompt_takes_its_companions_along():
+    engine = Engine(Scripted(text_script("abc", 6)), Letters(), "none")
+    with pytest.raises(UsageError, match="empty"):
+        engine.complete([PROMPT, []], SamplingParams())
+    assert not engine.scheduler.waiting and not engine.scheduler.running
+    with pytest.raises(UsageError, match="token ids"):
+        engine.complete([[1.5]], SamplingParams())
+    with pytest.raises(UsageError, match="cache_tokens"):
+        Engine(Scripted([0] * 64), None, cache_tokens=0)
+
+
+def test_streams_may_be_read_in_any_order():
+    engine = Engine(Scripted(text_script("abcabcabcabc", 6)), Letters(), "ngram")
+    requests = [engine.submit(PROMPT, SamplingParams(max_tokens=n)) for n in (5, 12, 8)]
+    streams = [engine.stream(request) for request in requests]
+    texts = ["", next(streams[1]).text, ""]
+    for index in (2, 0, 1):
+        texts[index] += "".join(progress.text for progress in streams[index])
+    assert texts == ["abcab", "abcabcabcabc", "abcabcab"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error(temperature, value):
+    verifier = Scripted([1] * 64)
+    verify = verifier.verify
+
+    def broken(batch, cache, rows=None):
+        result = verify(batch, cache, rows)
+        result.logits.tensor.fill_(value)
+        return result
+
+    verifier.verify = broken
+    engine = Engine(verifier, Letters())
+    with pytest.raises(QuasarError, match="logits are not finite"):
+        engine.complete([PROMPT], SamplingParams(temperature=temperature, top_p=0.9))
+
+
+def test_nobody_starves_when_rows_are_scarce():
+    verifier = Scripted([97 + i % 3 for i in range(64)])
+    engine = Engine(verifier, Letters(), "ngram", cache_tokens=1000, max_rows=12)
+    requests = [engine.submit(PROMPT, SamplingParams(max_tokens=50)) for _ in range(6)]
+    for _ in range(24):
+        engine.step()
+    progress = [request.completion.stats.completion_tokens for request in requests]
+    assert min(progress) > 1 and max(progress) - min(progress) <= 14

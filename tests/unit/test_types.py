@@ -14,6 +14,7 @@ from quasar.types import Draft, GenerationStats, SamplingParams
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 1e-38),
         ("top_k", -1),
         ("top_k", 2**63),
         ("top_p", 0.0),
@@ -25,6 +26,11 @@ from quasar.types import Draft, GenerationStats, SamplingParams
         ("seed", 2**63),
         ("max_tokens", 0),
         ("stop", ("",)),
+        ("stop", "ab"),
+        ("stop", (1,)),
+        ("seed", 1.5),
+        ("max_tokens", 2.0),
+        ("max_tokens", True),
     ],
 )
 def test_absurd_values_are_refused_by_name(option, value):

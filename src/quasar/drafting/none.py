@@ -11,6 +11,9 @@ from quasar.types import Draft
 class NoDrafter(Drafter):
     NAME = "none"
 
+    def __init__(self, draft_tokens: int) -> None:
+        super().__init__(0)
+
     def _propose(self, budget: int) -> Draft:
         return Draft()
 

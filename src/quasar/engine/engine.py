@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 
+import torch
+
 from quasar.drafting import DEFAULT_DRAFT_TOKENS, make_drafter
 from quasar.engine.batch import Slice, depths, pack
 from quasar.engine.scheduler import Scheduler
 from quasar.engine.sequence import Sequence, TextStream
-from quasar.errors import UsageError
+from quasar.errors import QuasarError, UsageError
 from quasar.kernels.base import Buffer
 from quasar.text.tokenizer import Tokenizer
 from quasar.types import Completion, Draft, Progress, SamplingParams, Verdict
 from quasar.verification.acceptance import accept
-from quasar.verification.sampling import Sampler
+from quasar.verification.sampling import NOT_FINITE, Sampler
 from quasar.verification.verifier import Verifier
 
 MAX_ROWS = 512
@@ -41,8 +43,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.draft_tokens = draft_tokens
-        tokens = cache_tokens or verifier.config.context_length + draft_tokens
-        self.cache = verifier.new_cache(tokens)
+        if cache_tokens is None:
+            cache_tokens = verifier.config.context_length + draft_tokens
+        if cache_tokens < 1:
+            raise UsageError(f"cache_tokens={cache_tokens} is out of range: at least 1")
+        self.cache = verifier.new_cache(cache_tokens)
         self.scheduler = Scheduler(self.cache, max(max_rows, 1 + draft_tokens))
         self._next_id = 0
 
@@ -51,7 +56,7 @@ class Engine:
         context, vocabulary = self.verifier.config.context_length, self.verifier.config.vocab_size
         if not prompt:
             raise UsageError("the prompt is empty")
-        if not all(0 <= token < vocabulary for token in prompt):
+        if not all(type(token) is int and 0 <= token < vocabulary for token in prompt):
             raise UsageError(f"the prompt has token ids outside 0..{vocabulary - 1}")
         if len(prompt) >= context:
             raise UsageError(
@@ -90,9 +95,15 @@ class Engine:
         for sequence, _ in selected:
             decoding = not sequence.prefilling
             sequence.draft = sequence.drafter.propose(sequence.draft_limit) if decoding else Draft()
-        work = pack(selected)
-        logits = self.verifier.verify(work.batch, self.cache, work.logit_rows).logits
-        return self._accept(work.slices, logits)
+        try:
+            work = pack(selected)
+            logits = self.verifier.verify(work.batch, self.cache, work.logit_rows).logits
+            return self._accept(work.slices, logits)
+        except BaseException:
+            # Their state is unknown; the other requests go on.
+            for sequence, _ in selected:
+                self.cancel(sequence)
+            raise
 
     def _accept(self, slices: list[Slice], logits: Buffer) -> list[Progress]:
         greedy = self._greedy_tokens(slices, logits)
@@ -117,9 +128,11 @@ class Engine:
         scored = [part for part in slices if part.logits >= 0]
         if not any(part.sequence.sampler.greedy for part in scored):
             return []
-        return self.verifier.backend.argmax(
-            sum(1 + len(part.sequence.draft) for part in scored), logits
-        )
+        rows = sum(1 + len(part.sequence.draft) for part in scored)
+        chosen = self.verifier.backend.argmax(rows, logits)
+        if not torch.isfinite(logits.tensor[torch.arange(rows), torch.tensor(chosen)]).all():
+            raise QuasarError(NOT_FINITE)
+        return chosen
 
     def _judge(self, part: Slice, logits: Buffer, greedy: list[int]) -> Verdict:
         sequence, first = part.sequence, part.logits
@@ -133,18 +146,36 @@ class Engine:
         )
 
     def stream(self, sequence: Sequence) -> Iterator[Progress]:
-        """Run until a submitted request ends: its progress. Closing the iterator cancels it."""
+        """Run until a submitted request ends: its progress. Closing the iterator cancels it.
+
+        Several streams may be read in any order: a step that one of them makes serves them all.
+        """
+        completion, tokens, text = sequence.completion, 0, 0
         try:
-            while sequence.finish_reason is None:
-                yield from (p for p in self.step() if p.request_id == sequence.request_id)
+            while True:
+                ended = sequence.finish_reason
+                new, more = tuple(completion.tokens[tokens:]), completion.text[text:]
+                tokens, text = tokens + len(new), text + len(more)
+                if new or ended is not None:
+                    yield Progress(sequence.request_id, new, more, ended)
+                if ended is not None:
+                    return
+                if sequence.finish_reason is None and len(completion.tokens) == tokens:
+                    self.step()
         finally:
             self.cancel(sequence)
 
     def complete(self, prompts: List[List[int]], params: SamplingParams) -> list[Completion]:
         """Generate for several requests side by side."""
-        sequences = [self.submit(prompt, params) for prompt in prompts]
-        while any(sequence.finish_reason is None for sequence in sequences):
-            self.step()
+        sequences: list[Sequence] = []
+        try:
+            for prompt in prompts:
+                sequences.append(self.submit(prompt, params))
+            while any(sequence.finish_reason is None for sequence in sequences):
+                self.step()
+        finally:
+            for sequence in sequences:
+                self.cancel(sequence)
         return [sequence.completion for sequence in sequences]
 
     def cancel(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Who takes part in the next pass: decoding sequences first, then prompts in chunks, in order."""
+"""Who takes part in the next pass: decoding sequences in turn, and prompts in chunks."""
 
 from __future__ import annotations
 
@@ -32,16 +32,30 @@ class Scheduler:
             self.running.append(sequence)
 
     def select(self) -> list[tuple[Sequence, int]]:
-        """Sequences of the next pass, each with the number of pending tokens that it takes."""
+        """Sequences of the next pass, each with the number of pending tokens that it takes.
+
+        Decoding sequences that find no room are the first of the next pass. A quarter of the rows
+        is kept for prompts while there are any.
+        """
         self._admit()
-        chosen: list[tuple[Sequence, int]] = []
+        prompts = [sequence for sequence in self.running if sequence.prefilling]
+        decoding = [sequence for sequence in self.running if not sequence.prefilling]
         left = self.max_rows
-        for sequence in sorted(self.running, key=lambda s: s.prefilling):
-            rows = sequence.pending if sequence.prefilling else 1 + sequence.drafter.draft_tokens
+        kept = left // 4 if prompts else 0
+        chosen: list[tuple[Sequence, int]] = []
+        for sequence in decoding:
+            rows = 1 + sequence.drafter.draft_tokens
+            if rows <= left - kept or (rows <= left and not chosen):
+                chosen.append((sequence, 1))
+                left -= rows
+        for sequence in prompts:
             count = min(sequence.pending, left)
-            if count > 0 and (sequence.prefilling or rows <= left):
+            if count > 0:
                 chosen.append((sequence, count))
-                left -= count if sequence.prefilling else rows
+                left -= count
+        served = {id(sequence) for sequence, _ in chosen}
+        decoding.sort(key=lambda sequence: id(sequence) in served)
+        self.running = decoding + prompts
         return chosen
 
     def remove(self, sequence: Sequence) -> None:

@@ -61,10 +61,10 @@ class Workspace:
     hidden: Buffer
 
     @classmethod
-    def of(cls, config: ModelConfig, spec: AttentionSpec, rows: int) -> Workspace:
+    def of(cls, config: ModelConfig, rows: int) -> Workspace:
         return cls(
             Buffer.empty(rows, config.hidden_size),
-            Buffer.empty(rows, spec.qkv_columns),
+            Buffer.empty(rows, (config.heads + 2 * config.kv_heads) * config.head_dim),
             Buffer.empty(rows, config.heads * config.head_dim),
             Buffer.empty(rows, config.intermediate_size),
         )
@@ -93,12 +93,19 @@ class Decoder:
         """[vocabulary, hidden] bf16, mapped from the file where the format allows."""
         self.final_norm = final_norm
         self.head = head
-        self.spec = attention_spec(config)
-        self._workspace = Workspace.of(config, self.spec, 64)
+        self._specs: dict[int, AttentionSpec] = {}
+        self._workspace = Workspace.of(config, 64)
         self._logits = Buffer.empty(8, head.out_features)
 
     def new_cache(self, tokens: int) -> KVCache:
-        return KVCache(self.backend, self.spec, len(self.layers), tokens)
+        return KVCache(self.backend, self._spec(tokens), len(self.layers), tokens)
+
+    def _spec(self, tokens: int) -> AttentionSpec:
+        """Rotary tables for at least `tokens` positions: a model may promise millions."""
+        positions = min(1 << max(tokens - 1, 1).bit_length(), self.config.context_length)
+        if positions not in self._specs:
+            self._specs[positions] = attention_spec(self.config, positions)
+        return self._specs[positions]
 
     def run(
         self,
@@ -109,7 +116,7 @@ class Decoder:
     ) -> tuple[Buffer, list[Tensor]]:
         """Run `layers` (all by default): the residual stream, and copies of it after `hidden`."""
         if batch.rows > self._workspace.rows:
-            self._workspace = Workspace.of(self.config, self.spec, batch.rows)
+            self._workspace = Workspace.of(self.config, batch.rows)
         rows, eps, space, backend = (
             batch.rows,
             self.config.rms_norm_eps,
@@ -123,7 +130,7 @@ class Decoder:
         for index in range(len(self.layers)) if layers is None else layers:
             layer = self.layers[index]
             backend.norm_linear(rows, x, layer.input_norm, eps, layer.qkv, space.qkv)
-            backend.attend(bound, space.qkv, self.spec, cache.layers[index], space.attention)
+            backend.attend(bound, space.qkv, cache.spec, cache.layers[index], space.attention)
             backend.linear_add(rows, space.attention, layer.o, x)
             backend.norm_gated(rows, x, layer.post_norm, eps, layer.gate_up, space.hidden)
             backend.linear_add(rows, space.hidden, layer.down, x)
@@ -149,8 +156,8 @@ class Decoder:
         )
 
 
-def attention_spec(config: ModelConfig) -> AttentionSpec:
-    cos, sin = rotary_tables(config, config.context_length)
+def attention_spec(config: ModelConfig, positions: int) -> AttentionSpec:
+    cos, sin = rotary_tables(config, positions)
     scale = config.head_dim**-0.5
     return AttentionSpec(config.heads, config.kv_heads, config.head_dim, scale, cos, sin)
 

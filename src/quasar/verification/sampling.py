@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from quasar.errors import QuasarError
 from quasar.kernels.base import Backend, Buffer, NoiseKey
 from quasar.types import SamplingParams
 
+NOT_FINITE = "the model's logits are not finite"
 NUCLEUS_START = 64
 """Tokens sorted at first for top-p; doubled eightfold until they hold the mass."""
 
@@ -34,22 +36,24 @@ class Sampler:
         return self.backend.gumbel_argmax(logits, row, self.params.temperature, threshold, noise)
 
     def threshold(self, logits: Buffer, row: int) -> float:
-        """Tokens with a logit below this are out."""
+        """Tokens with a logit below this are out. Raises QuasarError for non-finite logits."""
         params, vocabulary = self.params, logits.tensor.shape[1]
+        largest = float(self.backend.top_k(logits, row, 1)[0][0])
+        if not np.isfinite(largest):
+            raise QuasarError(NOT_FINITE)
         threshold = -np.inf
         if 0 < params.top_k < vocabulary:
             threshold = float(self.backend.top_k(logits, row, params.top_k)[0][-1])
         if params.top_p < 1.0:
-            threshold = max(threshold, self._nucleus(logits, row, threshold))
+            threshold = max(threshold, self._nucleus(logits, row, threshold, largest))
         if params.min_p > 0.0:
-            largest = float(self.backend.top_k(logits, row, 1)[0][0])
             threshold = max(threshold, largest + params.temperature * float(np.log(params.min_p)))
         return threshold
 
-    def _nucleus(self, logits: Buffer, row: int, threshold: float) -> float:
+    def _nucleus(self, logits: Buffer, row: int, threshold: float, largest: float) -> float:
         """Smallest logit of the smallest set that holds `top_p` of the mass above `threshold`."""
         values = logits.tensor[row].numpy().astype(np.float64)
-        largest, temperature = values.max(), self.params.temperature
+        temperature = self.params.temperature
         kept = values[values >= threshold]
         wanted = self.params.top_p * np.exp((kept - largest) / temperature).sum()
         count = min(NUCLEUS_START, kept.size)
