@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,6 +19,9 @@ from quasar.kernels import TIERS, base, cpu, reference
 
 # A shell that starts the tests in the background has interrupts ignored, children inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A busy machine may stop any example for a while: time is no property of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 # Rows are computed one by one in the reference: teams of threads would only wait for each other.
 torch.set_num_threads(1)
 

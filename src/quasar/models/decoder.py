@@ -115,25 +115,29 @@ class Decoder:
         hidden: Sequence[int] = (),
     ) -> tuple[Buffer, list[Tensor]]:
         """Run `layers` (all by default): the residual stream, and copies of it after `hidden`."""
-        if batch.rows > self._workspace.rows:
-            self._workspace = Workspace.of(self.config, batch.rows)
-        rows, eps, space, backend = (
-            batch.rows,
-            self.config.rms_norm_eps,
-            self._workspace,
-            self.backend,
+        rows, eps, backend = batch.rows, self.config.rms_norm_eps, self.backend
+        if rows > self._workspace.rows:
+            self._workspace = Workspace.of(self.config, rows)
+        # Kernels stream through the caches, so whatever Python looks up in this loop is looked up
+        # in memory: names are bound once.
+        norm_linear, norm_gated, linear_add, attend = (
+            backend.norm_linear,
+            backend.norm_gated,
+            backend.linear_add,
+            backend.attend,
         )
-        x = space.x
+        space, spec, storage = self._workspace, cache.spec, cache.layers
+        x, qkv, attention, inner = space.x, space.qkv, space.attention, space.hidden
         x.tensor[:rows] = self.embedding[batch.tokens]
         bound = backend.bind(batch)
         states = {}
         for index in range(len(self.layers)) if layers is None else layers:
             layer = self.layers[index]
-            backend.norm_linear(rows, x, layer.input_norm, eps, layer.qkv, space.qkv)
-            backend.attend(bound, space.qkv, cache.spec, cache.layers[index], space.attention)
-            backend.linear_add(rows, space.attention, layer.o, x)
-            backend.norm_gated(rows, x, layer.post_norm, eps, layer.gate_up, space.hidden)
-            backend.linear_add(rows, space.hidden, layer.down, x)
+            norm_linear(rows, x, layer.input_norm, eps, layer.qkv, qkv)
+            attend(bound, qkv, spec, storage[index], attention)
+            linear_add(rows, attention, layer.o, x)
+            norm_gated(rows, x, layer.post_norm, eps, layer.gate_up, inner)
+            linear_add(rows, inner, layer.down, x)
             if index in hidden:
                 states[index] = x.tensor[:rows].clone()
         return x, [states[index] for index in hidden]

@@ -1,6 +1,6 @@
-"""Times one of our passes in a process of its own: the counterpart of llama_cpp_worker.py.
+"""Times one of our passes in a process of its own: the counterpart of llama_cpp_passes.py.
 
-pass_worker.py MODEL pass|prefill ROWS THREADS VERIFIER
+our_passes.py MODEL pass|prefill ROWS THREADS VERIFIER
 """
 
 import json

@@ -1,6 +1,6 @@
 """Our passes beside llama.cpp's, in alternating turns of one run; prints ratios.
 
-    python benchmarks/llama_cpp.py MODEL --peer-python PYTHON --peer-model FILE.gguf
+    python benchmarks/beside_llama_cpp.py MODEL --peer-python PYTHON --peer-model FILE.gguf
         [--kind pass|prefill] [--rows N] [--verifier w8a8] [--rounds N]
 
 PYTHON is an interpreter that has llama-cpp-python. Each round starts a process for either side, so
@@ -34,8 +34,8 @@ def main():
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     common = [args.kind, str(args.rows), str(args.threads)]
-    peer = [args.peer_python, str(HERE / "llama_cpp_worker.py"), args.peer_model, *common]
-    ours = [sys.executable, str(HERE / "pass_worker.py"), args.model, *common, args.verifier]
+    peer = [args.peer_python, str(HERE / "llama_cpp_passes.py"), args.peer_model, *common]
+    ours = [sys.executable, str(HERE / "our_passes.py"), args.model, *common, args.verifier]
     pairs = [(milliseconds(peer), milliseconds(ours)) for _ in range(args.rounds)]
     ratios = [theirs / mine for theirs, mine in pairs]
     for (theirs, mine), ratio in zip(pairs, ratios, strict=True):

@@ -1,4 +1,4 @@
-"""Times llama.cpp in a process of its own: llama_cpp_worker.py MODEL.gguf pass|prefill ROWS.
+"""Times llama.cpp in a process of its own: llama_cpp_passes.py MODEL.gguf pass|prefill ROWS THREADS
 
 `pass`: median milliseconds of one batch of ROWS tokens, all with logits, after 128 tokens.
 `prefill`: milliseconds of ROWS tokens from an empty cache, the best of three, last logits only.
