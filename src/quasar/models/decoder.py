@@ -23,6 +23,7 @@ from quasar.kernels.base import (
     RaggedBatch,
     concatenate,
 )
+from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.rotary import rotary_tables
 from quasar.models.tensors import (
@@ -182,9 +183,12 @@ def load_decoder(
     for index in range(config.layers):
         layers.append(_load_layer(checkpoint, layer_prefix(index), backend))
         checkpoint.release()
+    trim_heap()
     embedding = checkpoint.tensor(EMBEDDING)
     checkpoint.release()
-    packed_head = backend.pack(head(head_rows(checkpoint, config)))
+    head_weight = head(head_rows(checkpoint, config))
+    checkpoint.release()
+    packed_head = backend.pack(head_weight)
     final_norm = _norm(checkpoint, FINAL_NORM)
     checkpoint.release()
     return Decoder(config, backend, layers, embedding, final_norm, packed_head)
