@@ -35,13 +35,14 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class CheckpointWriter:
     """Context manager that makes the folder `out`; leaving it without `commit` leaves no trace.
 
-    Raises UsageError at once if `out` is a file, is not empty or cannot be created, and QuasarError
-    if writing fails later (a full disk).
+    Raises UsageError at once if `out` is a file, is not empty, cannot be created or cannot be
+    replaced, and QuasarError if another process is writing it or writing fails later (a full disk).
     """
 
     def __init__(self, out: Path, shard_bytes: int = 4 << 30) -> None:
-        self.out = out
-        self.folder = out.parent / f".{out.name}.partial"
+        # A rename would replace a symbolic link, not the folder that it points to.
+        self.out = Path(os.path.realpath(out))
+        self.folder = self.out.parent / f".{self.out.name}.partial"
         """Where files lie until `commit`; more may be written there."""
         self._shard_bytes = shard_bytes
         self._shards: list[_Shard] = []
@@ -49,8 +50,7 @@ class CheckpointWriter:
 
     def __enter__(self) -> CheckpointWriter:
         try:
-            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-                raise UsageError(f"{self.out} already exists and is not an empty folder")
+            self._check_target()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +58,7 @@ class CheckpointWriter:
                 leftover.unlink()
         except BlockingIOError:
             os.close(self._lock)
-            raise UsageError(f"another process is writing {self.out}") from None
+            raise QuasarError(f"another process is writing {self.out}") from None
         except OSError as error:
             raise UsageError(f"cannot write {self.out}: {error.strerror}") from None
         return self
@@ -74,6 +74,17 @@ class CheckpointWriter:
         if self.folder.exists():
             shutil.rmtree(self.folder)
         os.close(self._lock)
+
+    def _check_target(self) -> None:
+        """Refuse before any work what the rename at its end cannot replace."""
+        if self.out.is_symlink():
+            raise UsageError(f"{self.out} is a symbolic link to itself")
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise UsageError(f"{self.out} already exists and is not an empty folder")
+        if self.out.is_mount():
+            raise UsageError(f"{self.out} is a mount point; give a new folder inside it")
+        if self.out == Path.cwd():
+            raise UsageError(f"{self.out} is the current folder; give a new folder inside it")
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append one tensor; its bytes are on their way to disk when this returns."""
