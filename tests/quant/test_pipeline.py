@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from byte_tokenizer import VOCABULARY
 from quasar.checkpoints import open_checkpoint
-from quasar.errors import CheckpointError, UsageError
+from quasar.errors import CheckpointError, QuasarError, UsageError
 from quasar.kernels.base import Int8Weight
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
@@ -213,6 +214,25 @@ def test_an_interrupted_run_leaves_nothing(write_model, tmp_path, stage):
     assert torch.get_num_threads() == threads
     run(source, folder)
     assert (folder / "model.safetensors").exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing(write_model, tmp_path):
+    """Room for config.json, none for tokenizer.json nor for what is buffered of the tensors."""
+    source = write_model()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert (source / "config.json").stat().st_size < 2048
+    assert (source / "tokenizer.json").stat().st_size > 4096
+
+    def fill(name, done, total):
+        if name == "measuring" and done == total:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+
+    try:
+        with pytest.raises(QuasarError, match=r"cannot write .*out: File too large"):
+            run(source, tmp_path / "out", progress=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
 
 def test_progress_reaches_the_end_of_each_stage(write_model, tmp_path):

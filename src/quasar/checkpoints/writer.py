@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -70,7 +70,8 @@ class CheckpointWriter:
         trace: TracebackType | None,
     ) -> None:
         for shard in self._shards:
-            shard.file.close()
+            with suppress(OSError):  # closing writes what is buffered: a full disk is full here too
+                shard.file.close()
         if self.folder.exists():
             shutil.rmtree(self.folder)
         os.close(self._lock)
@@ -91,25 +92,25 @@ class CheckpointWriter:
         if any(name in shard.header for shard in self._shards):
             raise ValueError(f"tensor {name!r} was added before")
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        with self._failures():
+        with self.failures():
             if not self._shards or self._shards[-1].is_full(name, tensor, self._shard_bytes):
                 path = self.folder / f"shard-{len(self._shards)}"
                 self._shards.append(_Shard(path.open("wb")))
             self._shards[-1].append(name, tensor, data.data)
 
     def add_json(self, filename: str, value: Any) -> None:
-        with self._failures():
+        with self.failures():
             text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
             (self.folder / filename).write_text(text, encoding="utf-8")
 
     def add_file(self, source: Path, filename: str | None = None) -> None:
         """Copy a file, by default under its own name."""
-        with self._failures():
+        with self.failures():
             shutil.copyfile(source, self.folder / (filename or source.name))
 
     def commit(self) -> None:
         """Sync everything and make it visible as `out`."""
-        with self._failures():
+        with self.failures():
             self._name_shards()
             for path in self.folder.iterdir():
                 _sync(path)
@@ -132,7 +133,8 @@ class CheckpointWriter:
             self.add_json(INDEX, {"metadata": {"total_size": size}, "weight_map": places})
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
+    def failures(self) -> Iterator[None]:
+        """Errors of the system become one clear error; for what is written to `folder` directly."""
         try:
             yield
         except OSError as error:

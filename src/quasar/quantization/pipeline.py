@@ -137,7 +137,8 @@ class _Run:
     def finish(self, writer: CheckpointWriter, result: TrialResult, smooth: str) -> Report:
         """Everything but the tensors; then the folder becomes visible."""
         writer.add_json("config.json", folder_config(self.checkpoint))
-        self.tokenizer.save(writer.folder)
+        with writer.failures():
+            self.tokenizer.save(writer.folder)
         report = Report(
             scheme=self.options.scheme,
             smooth=smooth,

@@ -120,9 +120,10 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, tokenizer_config.json (with the chat template) and
-        generation_config.json, as transformers and vLLM load them.
+        generation_config.json, as transformers and vLLM load them. OSError if the disk fails.
         """
-        self._tokenizer.save(str(folder / "tokenizer.json"))
+        layout = self._tokenizer.to_str(pretty=True)
+        (folder / "tokenizer.json").write_text(layout, encoding="utf-8")
         config = {k: v for k, v in self._config.items() if k != "auto_map"}
         _write(folder / "tokenizer_config.json", config)
         _write(folder / "generation_config.json", self._generation)
