@@ -286,6 +286,29 @@ def test_weights_that_are_no_numbers_are_named(write_model, tmp_path, name, valu
     assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize("smooth", ["smoothquant", "none"])
+def test_a_model_whose_logits_overflow_is_refused(write_model, tmp_path, name, smooth):
+    """Every weight is finite, the sums are not."""
+    source = write_model()
+    tensors = stored(source)
+    tensors[name].fill_(3e38)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="llama-model: the model's logits are not finite"):
+        run(source, tmp_path / "out", smooth=smooth)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
+
+
+def test_logits_that_say_nothing_are_refused(write_model, tmp_path):
+    """Finite logits so far apart that the perplexity leaves fp64."""
+    source = write_model()
+    tensors = stored(source)
+    tensors["lm_head.weight"] *= 1e5
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="perplexity inf"):
+        run(source, tmp_path / "out")
+
+
 def test_missing_tensors_are_refused_before_any_work(write_model, tmp_path):
     source = write_model()
     tensors = stored(source)

@@ -189,6 +189,14 @@ def test_a_tensor_is_added_once(tmp_path: Path) -> None:
             writer.add("x", torch.ones(3))
 
 
+def test_json_without_numbers_is_refused(tmp_path: Path) -> None:
+    with (
+        CheckpointWriter(tmp_path / "out") as writer,
+        pytest.raises(QuasarError, match=r"report\.json to .*out: .*nan"),
+    ):
+        writer.add_json("report.json", {"kl": float("nan")})
+
+
 def test_a_failing_disk_is_one_clear_error(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add("x", torch.ones(3))

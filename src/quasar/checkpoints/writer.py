@@ -99,8 +99,12 @@ class CheckpointWriter:
             self._shards[-1].append(name, tensor, data.data)
 
     def add_json(self, filename: str, value: Any) -> None:
+        """QuasarError for a value with NaN or infinities, which JSON does not have."""
+        try:
+            text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        except ValueError as error:
+            raise QuasarError(f"cannot write {filename} to {self.out}: {error}") from None
         with self.failures():
-            text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
             (self.folder / filename).write_text(text, encoding="utf-8")
 
     def add_file(self, source: Path, filename: str | None = None) -> None:
