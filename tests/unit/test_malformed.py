@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -376,6 +377,42 @@ def test_paths_that_are_no_model(tmp_path: Path, make: Callable[[Path], Path], n
 def _touch(path: Path) -> Path:
     path.touch()
     return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    ],
+)
+@pytest.mark.parametrize("special", ["pipe", "/dev/zero"])
+def test_special_files_in_a_folder_are_refused(tmp_path: Path, name: str, special: str) -> None:
+    """Reading a pipe would block, reading this device would never end."""
+    folder = tiny_files.write_folder(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    if special == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(special)
+    refused(folder, rf"{name} is not a regular file")
+
+
+def test_special_files_are_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    refused(tmp_path / "pipe.gguf", r"pipe\.gguf is not a regular file")
+    refused(Path("/dev/zero"), "/dev/zero is not a regular file")
+
+
+def test_a_json_file_of_bounded_size(tmp_path: Path) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    os.truncate(folder / "config.json", (64 << 20) + 1)
+    refused(folder, r"config\.json is too large")
 
 
 def test_a_folder_of_gguf_files_names_the_file_to_give(tmp_path: Path) -> None:

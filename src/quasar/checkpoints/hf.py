@@ -21,6 +21,7 @@ from torch import Tensor
 from quasar.checkpoints.base import Checkpoint, to_bfloat16
 from quasar.checkpoints.mapping import MappedFile
 from quasar.errors import CheckpointError
+from quasar.files import read_regular
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 16 << 20
@@ -62,12 +63,7 @@ class Entry:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size."""
-    try:
-        if path.stat().st_size > _MAX_JSON:
-            raise CheckpointError(f"{path} is too large ({path.stat().st_size} bytes)")
-        return parse_object(path.read_bytes(), str(path))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    return parse_object(read_regular(path, _MAX_JSON), str(path))
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:

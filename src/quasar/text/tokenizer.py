@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from quasar.errors import CheckpointError, QuasarError, UsageError
+from quasar.files import read_regular
 from quasar.text.ggml import Vocabulary, build_tokenizer
 from quasar.text.pieces import token_pieces
 from quasar.text.template import ChatTemplate
@@ -231,10 +232,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _MAX_FILE:
-            raise CheckpointError(f"{path} is too large ({path.stat().st_size} bytes)")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular(path, _MAX_FILE).decode()
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
