@@ -131,6 +131,9 @@ def entry(shape: Any, begin: int, end: int, dtype: str = "F32") -> dict[str, Any
         (safetensors({"a": entry([-1], 0, 4)}, bytes(4)), "'a' has the impossible shape"),
         (safetensors({"a": entry([1.5], 0, 4)}, bytes(4)), "'a' has the impossible shape"),
         (safetensors({"a": entry([2**40, 2**40], 0, 4)}, bytes(4)), "'a' of .* bytes"),
+        (safetensors({"a": entry([10**4000] * 2, 0, 4)}, bytes(4)), "'a' has the impossible shape"),
+        (safetensors({"a": entry([2] * 9999, 0, 4)}, bytes(4)), "'a' has the impossible shape"),
+        (safetensors({"a": entry([1], 0, 10**4000)}, bytes(4)), "'a' of 4 bytes"),
         (safetensors({"a": entry([2], 0, 4)}, bytes(4)), "'a' of 8 bytes"),
         (safetensors({"a": entry([1], -4, 0)}, bytes(4)), "'a' of 4 bytes"),
         (safetensors({"a": entry([1], 4, 8)}, bytes(4)), "'a' of 4 bytes"),
@@ -177,6 +180,12 @@ def test_wrong_tensors(tmp_path: Path, value: torch.Tensor | None, named: str) -
 def test_extra_tensor(tmp_path: Path) -> None:
     values = tiny_files.tensors() | {"model.layers.0.mlp.gate_proj.bias": torch.ones(64)}
     refused(tiny_files.write_folder(tmp_path, values), r"unexpected tensor .*gate_proj\.bias")
+
+
+def test_a_tied_head_of_the_wrong_type_is_named(tmp_path: Path) -> None:
+    """The head differs from the embedding, but the type of the key is what is wrong."""
+    config = tiny_files.CONFIG | {"tie_word_embeddings": "true"}
+    refused(tiny_files.write_folder(tmp_path, config=config), "tie_word_embeddings='true'")
 
 
 def test_shards(tmp_path: Path) -> None:
