@@ -236,7 +236,7 @@ def test_wrong_quantised_tensors(tmp_path: Path, change: dict[str, Any], named: 
 
 
 def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
+    return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def string_entry(key: str, value: str) -> bytes:
@@ -315,6 +315,17 @@ def test_malformed_gguf(tmp_path: Path, content: bytes, named: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("number", ["1" * 5000, "1000000", "\u0661"])
+def test_gguf_layer_numbers_that_are_none(tmp_path: Path, number: str) -> None:
+    """The name stays as it is, so that no model expects it."""
+    path, name = tmp_path / "x.gguf", f"blk.{number}.attn_norm.weight"
+    path.write_bytes(file([ARCHITECTURE], [tensor(name, [8])], bytes(32)))
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.names() == (name,)
+    with pytest.raises(CheckpointError, match=r"unexpected tensor 'blk\."):
+        check_tensors(checkpoint, {})
 
 
 def test_gguf_with_nan_scales(tmp_path: Path) -> None:
