@@ -78,7 +78,9 @@ class Tokenizer:
             raise UsageError("the text holds lone surrogates, which no tokenizer accepts") from None
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # the Rust library raises plain Exception
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as in `_from_folder`: a regular expression can panic
             raise CheckpointError(f"the model's tokenizer fails on this text: {error}") from None
         if ids and max(ids) >= self._limit:
             token = self._tokenizer.id_to_token(max(ids))
