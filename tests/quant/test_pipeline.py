@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from byte_tokenizer import VOCABULARY
 from quasar.checkpoints import open_checkpoint
-from quasar.errors import CheckpointError, UsageError
+from quasar.errors import CheckpointError, QuasarError, UsageError
 from quasar.kernels.base import Int8Weight
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
@@ -215,6 +216,25 @@ def test_an_interrupted_run_leaves_nothing(write_model, tmp_path, stage):
     assert (folder / "model.safetensors").exists()
 
 
+def test_a_disk_that_fills_up_leaves_nothing(write_model, tmp_path):
+    """Room for config.json, none for tokenizer.json nor for what is buffered of the tensors."""
+    source = write_model()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert (source / "config.json").stat().st_size < 2048
+    assert (source / "tokenizer.json").stat().st_size > 4096
+
+    def fill(name, done, total):
+        if name == "measuring" and done == total:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+
+    try:
+        with pytest.raises(QuasarError, match=r"cannot write .*out: File too large"):
+            run(source, tmp_path / "out", progress=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
 def test_progress_reaches_the_end_of_each_stage(write_model, tmp_path):
     steps = []
     run(write_model(), tmp_path / "out", progress=lambda *step: steps.append(step))
@@ -264,6 +284,29 @@ def test_weights_that_are_no_numbers_are_named(write_model, tmp_path, name, valu
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         run(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize("smooth", ["smoothquant", "none"])
+def test_a_model_whose_logits_overflow_is_refused(write_model, tmp_path, name, smooth):
+    """Every weight is finite, the sums are not."""
+    source = write_model()
+    tensors = stored(source)
+    tensors[name].fill_(3e38)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="llama-model: the model's logits are not finite"):
+        run(source, tmp_path / "out", smooth=smooth)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
+
+
+def test_logits_that_say_nothing_are_refused(write_model, tmp_path):
+    """Finite logits so far apart that the perplexity leaves fp64."""
+    source = write_model()
+    tensors = stored(source)
+    tensors["lm_head.weight"] *= 1e5
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="perplexity inf"):
+        run(source, tmp_path / "out")
 
 
 def test_missing_tensors_are_refused_before_any_work(write_model, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -130,6 +131,9 @@ def entry(shape: Any, begin: int, end: int, dtype: str = "F32") -> dict[str, Any
         (safetensors({"a": entry([-1], 0, 4)}, bytes(4)), "'a' has the impossible shape"),
         (safetensors({"a": entry([1.5], 0, 4)}, bytes(4)), "'a' has the impossible shape"),
         (safetensors({"a": entry([2**40, 2**40], 0, 4)}, bytes(4)), "'a' of .* bytes"),
+        (safetensors({"a": entry([10**4000] * 2, 0, 4)}, bytes(4)), "'a' has the impossible shape"),
+        (safetensors({"a": entry([2] * 9999, 0, 4)}, bytes(4)), "'a' has the impossible shape"),
+        (safetensors({"a": entry([1], 0, 10**4000)}, bytes(4)), "'a' of 4 bytes"),
         (safetensors({"a": entry([2], 0, 4)}, bytes(4)), "'a' of 8 bytes"),
         (safetensors({"a": entry([1], -4, 0)}, bytes(4)), "'a' of 4 bytes"),
         (safetensors({"a": entry([1], 4, 8)}, bytes(4)), "'a' of 4 bytes"),
@@ -176,6 +180,12 @@ def test_wrong_tensors(tmp_path: Path, value: torch.Tensor | None, named: str) -
 def test_extra_tensor(tmp_path: Path) -> None:
     values = tiny_files.tensors() | {"model.layers.0.mlp.gate_proj.bias": torch.ones(64)}
     refused(tiny_files.write_folder(tmp_path, values), r"unexpected tensor .*gate_proj\.bias")
+
+
+def test_a_tied_head_of_the_wrong_type_is_named(tmp_path: Path) -> None:
+    """The head differs from the embedding, but the type of the key is what is wrong."""
+    config = tiny_files.CONFIG | {"tie_word_embeddings": "true"}
+    refused(tiny_files.write_folder(tmp_path, config=config), "tie_word_embeddings='true'")
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -226,7 +236,7 @@ def test_wrong_quantised_tensors(tmp_path: Path, change: dict[str, Any], named: 
 
 
 def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
+    return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def string_entry(key: str, value: str) -> bytes:
@@ -307,6 +317,17 @@ def test_malformed_gguf(tmp_path: Path, content: bytes, named: str) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("number", ["1" * 5000, "1000000", "\u0661"])
+def test_gguf_layer_numbers_that_are_none(tmp_path: Path, number: str) -> None:
+    """The name stays as it is, so that no model expects it."""
+    path, name = tmp_path / "x.gguf", f"blk.{number}.attn_norm.weight"
+    path.write_bytes(file([ARCHITECTURE], [tensor(name, [8])], bytes(32)))
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.names() == (name,)
+    with pytest.raises(CheckpointError, match=r"unexpected tensor 'blk\."):
+        check_tensors(checkpoint, {})
+
+
 def test_gguf_with_nan_scales(tmp_path: Path) -> None:
     writer = tiny_files.start_gguf(tmp_path / "x.gguf")
     block = np.zeros((32, 34), np.uint8)
@@ -376,6 +397,42 @@ def test_paths_that_are_no_model(tmp_path: Path, make: Callable[[Path], Path], n
 def _touch(path: Path) -> Path:
     path.touch()
     return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    ],
+)
+@pytest.mark.parametrize("special", ["pipe", "/dev/zero"])
+def test_special_files_in_a_folder_are_refused(tmp_path: Path, name: str, special: str) -> None:
+    """Reading a pipe would block, reading this device would never end."""
+    folder = tiny_files.write_folder(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    if special == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(special)
+    refused(folder, rf"{name} is not a regular file")
+
+
+def test_special_files_are_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    refused(tmp_path / "pipe.gguf", r"pipe\.gguf is not a regular file")
+    refused(Path("/dev/zero"), "/dev/zero is not a regular file")
+
+
+def test_a_json_file_of_bounded_size(tmp_path: Path) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    os.truncate(folder / "config.json", (64 << 20) + 1)
+    refused(folder, r"config\.json is too large")
 
 
 def test_a_folder_of_gguf_files_names_the_file_to_give(tmp_path: Path) -> None:

@@ -154,6 +154,18 @@ def test_decoders_that_are_not_understood_are_refused(tmp_path: Path) -> None:
         load_tokenizer(open_checkpoint(folder))
 
 
+def test_a_regular_expression_that_panics_is_one_error(tmp_path: Path) -> None:
+    """Backtracking ends at the library's limit, with a panic that is no Exception in Python."""
+    folder = tiny_files.write_folder(tmp_path)
+    layout = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    layout["pre_tokenizer"] = split | {"invert": False}
+    tiny_files.write_json(folder / "tokenizer.json", layout)
+    tokenizer = load_tokenizer(open_checkpoint(folder))
+    with pytest.raises(CheckpointError, match="tokenizer fails on this text"):
+        tokenizer.encode("x" * 60, add_special_tokens=False)
+
+
 def metadata(**change: Any) -> dict[str, Any]:
     """`tokenizer.ggml.*` of a byte-level vocabulary."""
     layout = json.loads(tiny_files.byte_level_tokenizer().to_str())

@@ -123,10 +123,11 @@ def test_what_a_killed_run_left_is_cleared(tmp_path: Path) -> None:
 def test_two_writers_of_one_folder_are_refused(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "out") as first:
         with (
-            pytest.raises(UsageError, match=r"another process is writing .*out"),
+            pytest.raises(QuasarError, match=r"another process is writing .*out") as error,
             CheckpointWriter(tmp_path / "out"),
         ):
             pass
+        assert not isinstance(error.value, UsageError)
         first.add("x", torch.ones(3))
         first.commit()
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -154,11 +155,46 @@ def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("target", ["empty", "absent"])
+def test_a_link_keeps_pointing_to_the_folder(tmp_path: Path, target: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    write(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / target / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [(".", "current folder"), ("loop", "link to itself"), ("mount", "mount point")],
+)
+def test_what_no_rename_can_replace_is_refused_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, named: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    if target == "loop":
+        Path("loop").symlink_to("loop")
+    elif target == "mount":
+        monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mount")
+    with pytest.raises(UsageError, match=named), CheckpointWriter(Path(target)):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
 def test_a_tensor_is_added_once(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add("x", torch.ones(3))
         with pytest.raises(ValueError, match="added before"):
             writer.add("x", torch.ones(3))
+
+
+def test_json_without_numbers_is_refused(tmp_path: Path) -> None:
+    with (
+        CheckpointWriter(tmp_path / "out") as writer,
+        pytest.raises(QuasarError, match=r"report\.json to .*out: .*nan"),
+    ):
+        writer.add_json("report.json", {"kl": float("nan")})
 
 
 def test_a_failing_disk_is_one_clear_error(tmp_path: Path) -> None:

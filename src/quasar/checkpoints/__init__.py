@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quasar.checkpoints.base import Checkpoint, check_tensors
 from quasar.errors import CheckpointError
+from quasar.files import open_regular
 
 __all__ = ["Checkpoint", "check_tensors", "open_checkpoint"]
 
@@ -18,7 +19,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         if path.is_dir():
             return _open_folder(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             magic = file.read(4)
     except OSError as error:
         raise CheckpointError(f"cannot open {path}: {error.strerror}") from None

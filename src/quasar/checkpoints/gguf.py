@@ -68,7 +68,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.([0-9]{1,6})\.(\w+)\.(weight|bias)")
 _CHUNK = 1 << 18
 """Elements dequantised at a time. Q8_0, Q5_0, Q6_K take 2.7, 3.5, 5.7 ns an element; smaller and
 larger chunks take longer, and so do two threads (numpy holds the GIL between its short loops)."""

@@ -21,11 +21,14 @@ from torch import Tensor
 from quasar.checkpoints.base import Checkpoint, to_bfloat16
 from quasar.checkpoints.mapping import MappedFile
 from quasar.errors import CheckpointError
+from quasar.files import read_regular
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 16 << 20
 """150,000 tensors; the largest dense models have about 1,200."""
 _MAX_JSON = 64 << 20
+_MAX_RANK, _MAX_SIZE = 8, 1 << 40
+"""Of a shape. Products of longer numbers could take for ever, and Python refuses to print them."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,12 +65,7 @@ class Entry:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size."""
-    try:
-        if path.stat().st_size > _MAX_JSON:
-            raise CheckpointError(f"{path} is too large ({path.stat().st_size} bytes)")
-        return parse_object(path.read_bytes(), str(path))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    return parse_object(read_regular(path, _MAX_JSON), str(path))
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def _entry(file: MappedFile, start: int, name: str, item: Any) -> Entry:
             raise CheckpointError(f"{where} has a malformed header entry")
     if dtype not in DTYPES:
         raise CheckpointError(f"{where} has dtype {dtype!r}, which is not supported")
-    if not all(type(size) is int and size > 0 for size in shape):
+    if len(shape) > _MAX_RANK or not all(type(n) is int and 0 < n <= _MAX_SIZE for n in shape):
         raise CheckpointError(f"{where} has the impossible shape {shape}")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != nbytes or begin < 0 or start + end > file.size:
@@ -163,7 +161,7 @@ class SafetensorsCheckpoint(Checkpoint):
         """A tied model may carry a copy of its embedding as lm_head; any other head is a lie."""
         head = self._entries.get("lm_head.weight")
         embedding = self._entries.get("model.embed_tokens.weight")
-        if head is None or embedding is None or not self.config.get("tie_word_embeddings"):
+        if head is None or embedding is None or self.config.get("tie_word_embeddings") is not True:
             return
         same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
         if not (same and torch.equal(head.read(), embedding.read())):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quasar.errors import CheckpointError
+from quasar.files import open_regular
 
 # Python 3.13 names it; without it a copy-on-write map of a model larger than RAM is refused.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -24,7 +25,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size == 0:
                     raise CheckpointError(f"{path} is empty")

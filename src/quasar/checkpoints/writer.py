@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -35,13 +35,14 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class CheckpointWriter:
     """Context manager that makes the folder `out`; leaving it without `commit` leaves no trace.
 
-    Raises UsageError at once if `out` is a file, is not empty or cannot be created, and QuasarError
-    if writing fails later (a full disk).
+    Raises UsageError at once if `out` is a file, is not empty, cannot be created or cannot be
+    replaced, and QuasarError if another process is writing it or writing fails later (a full disk).
     """
 
     def __init__(self, out: Path, shard_bytes: int = 4 << 30) -> None:
-        self.out = out
-        self.folder = out.parent / f".{out.name}.partial"
+        # A rename would replace a symbolic link, not the folder that it points to.
+        self.out = Path(os.path.realpath(out))
+        self.folder = self.out.parent / f".{self.out.name}.partial"
         """Where files lie until `commit`; more may be written there."""
         self._shard_bytes = shard_bytes
         self._shards: list[_Shard] = []
@@ -49,8 +50,7 @@ class CheckpointWriter:
 
     def __enter__(self) -> CheckpointWriter:
         try:
-            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-                raise UsageError(f"{self.out} already exists and is not an empty folder")
+            self._check_target()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +58,7 @@ class CheckpointWriter:
                 leftover.unlink()
         except BlockingIOError:
             os.close(self._lock)
-            raise UsageError(f"another process is writing {self.out}") from None
+            raise QuasarError(f"another process is writing {self.out}") from None
         except OSError as error:
             raise UsageError(f"cannot write {self.out}: {error.strerror}") from None
         return self
@@ -70,35 +70,51 @@ class CheckpointWriter:
         trace: TracebackType | None,
     ) -> None:
         for shard in self._shards:
-            shard.file.close()
+            with suppress(OSError):  # closing writes what is buffered: a full disk is full here too
+                shard.file.close()
         if self.folder.exists():
             shutil.rmtree(self.folder)
         os.close(self._lock)
+
+    def _check_target(self) -> None:
+        """Refuse before any work what the rename at its end cannot replace."""
+        if self.out.is_symlink():
+            raise UsageError(f"{self.out} is a symbolic link to itself")
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise UsageError(f"{self.out} already exists and is not an empty folder")
+        if self.out.is_mount():
+            raise UsageError(f"{self.out} is a mount point; give a new folder inside it")
+        if self.out == Path.cwd():
+            raise UsageError(f"{self.out} is the current folder; give a new folder inside it")
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append one tensor; its bytes are on their way to disk when this returns."""
         if any(name in shard.header for shard in self._shards):
             raise ValueError(f"tensor {name!r} was added before")
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        with self._failures():
+        with self.failures():
             if not self._shards or self._shards[-1].is_full(name, tensor, self._shard_bytes):
                 path = self.folder / f"shard-{len(self._shards)}"
                 self._shards.append(_Shard(path.open("wb")))
             self._shards[-1].append(name, tensor, data.data)
 
     def add_json(self, filename: str, value: Any) -> None:
-        with self._failures():
-            text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        """QuasarError for a value with NaN or infinities, which JSON does not have."""
+        try:
+            text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        except ValueError as error:
+            raise QuasarError(f"cannot write {filename} to {self.out}: {error}") from None
+        with self.failures():
             (self.folder / filename).write_text(text, encoding="utf-8")
 
     def add_file(self, source: Path, filename: str | None = None) -> None:
         """Copy a file, by default under its own name."""
-        with self._failures():
+        with self.failures():
             shutil.copyfile(source, self.folder / (filename or source.name))
 
     def commit(self) -> None:
         """Sync everything and make it visible as `out`."""
-        with self._failures():
+        with self.failures():
             self._name_shards()
             for path in self.folder.iterdir():
                 _sync(path)
@@ -121,7 +137,8 @@ class CheckpointWriter:
             self.add_json(INDEX, {"metadata": {"total_size": size}, "weight_map": places})
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
+    def failures(self) -> Iterator[None]:
+        """Errors of the system become one clear error; for what is written to `folder` directly."""
         try:
             yield
         except OSError as error:

@@ -7,6 +7,7 @@ measured against BF16 on held-out text, and the better one is what the folder ho
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +108,23 @@ class _Run:
             self._write(writer, "layers", trial.advance)
             norm = self.checkpoint.tensor(FINAL_NORM).float()
             head = head_rows(self.checkpoint, self.config)
-            return trial.result(norm, head, partial(self.progress, "measuring"))
+            result = trial.result(norm, head, partial(self.progress, "measuring"))
+        self._check_finite(result)
+        return result
+
+    def _check_finite(self, result: TrialResult) -> None:
+        """Finite weights can still overflow on the way to the logits; KL would compare nothing."""
+        arms = {
+            "": result.bf16,
+            " in W8A8": result.rtn,
+            f" in W8A8 with {self.options.smooth}": result.recipe,
+        }
+        for form, arm in arms.items():
+            if not (math.isfinite(arm.kl) and math.isfinite(arm.perplexity)):
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: the model's logits are not finite{form} "
+                    f"(perplexity {arm.perplexity}, KL {arm.kl})"
+                )
 
     def write_plain(self, writer: CheckpointWriter) -> None:
         """All tensors by round-to-nearest."""
@@ -137,7 +154,8 @@ class _Run:
     def finish(self, writer: CheckpointWriter, result: TrialResult, smooth: str) -> Report:
         """Everything but the tensors; then the folder becomes visible."""
         writer.add_json("config.json", folder_config(self.checkpoint))
-        self.tokenizer.save(writer.folder)
+        with writer.failures():
+            self.tokenizer.save(writer.folder)
         report = Report(
             scheme=self.options.scheme,
             smooth=smooth,

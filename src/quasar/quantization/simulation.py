@@ -126,4 +126,12 @@ def compare(
         list(workers.map(lambda part, start=start, rows=rows: part.add(start, rows), parts))
         progress(start + len(rows), len(head))
     means = torch.stack([part.sums() for part in parts]).sum(dim=0) / len(targets)
-    return [Fidelity(kl, top1, math.exp(nll)) for kl, top1, nll in means.tolist()]
+    return [Fidelity(kl, top1, _perplexity(nll)) for kl, top1, nll in means.tolist()]
+
+
+def _perplexity(nll: float) -> float:
+    """exp(nll), infinite where it leaves fp64."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from quasar.errors import CheckpointError, QuasarError, UsageError
+from quasar.files import read_regular
 from quasar.text.ggml import Vocabulary, build_tokenizer
 from quasar.text.pieces import token_pieces
 from quasar.text.template import ChatTemplate
@@ -77,7 +78,9 @@ class Tokenizer:
             raise UsageError("the text holds lone surrogates, which no tokenizer accepts") from None
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # the Rust library raises plain Exception
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as in `_from_folder`: a regular expression can panic
             raise CheckpointError(f"the model's tokenizer fails on this text: {error}") from None
         if ids and max(ids) >= self._limit:
             token = self._tokenizer.id_to_token(max(ids))
@@ -120,9 +123,10 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, tokenizer_config.json (with the chat template) and
-        generation_config.json, as transformers and vLLM load them.
+        generation_config.json, as transformers and vLLM load them. OSError if the disk fails.
         """
-        self._tokenizer.save(str(folder / "tokenizer.json"))
+        layout = self._tokenizer.to_str(pretty=True)
+        (folder / "tokenizer.json").write_text(layout, encoding="utf-8")
         config = {k: v for k, v in self._config.items() if k != "auto_map"}
         _write(folder / "tokenizer_config.json", config)
         _write(folder / "generation_config.json", self._generation)
@@ -230,10 +234,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _MAX_FILE:
-            raise CheckpointError(f"{path} is too large ({path.stat().st_size} bytes)")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular(path, _MAX_FILE).decode()
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
 

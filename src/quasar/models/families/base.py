@@ -5,7 +5,7 @@ A key nobody looked at may change the mathematics, so `ConfigReader.finish` refu
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
@@ -77,7 +77,10 @@ class ConfigReader:
 
     def number(self, key: str, above: float, below: float, default: Any = _REQUIRED) -> float:
         """A finite number strictly between two bounds."""
-        return _number(key, self._get(key, default), above, below)
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not above < value < below:
+            raise CheckpointError(f"config: {key}={value!r} is not between {above} and {below}")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
@@ -127,7 +130,7 @@ class ConfigReader:
 
     def rope_theta(self, default: float) -> float:
         """Base of a plain rotary embedding, from either spelling; every scaling is refused."""
-        theta = self.number("rope_theta", 0.0, math.inf, default)
+        theta = _theta("rope_theta", self._get("rope_theta", default))
         for key in ("rope_scaling", "rope_parameters"):
             rope = self._get(key, None)
             if rope is None:
@@ -146,7 +149,7 @@ class ConfigReader:
             raise CheckpointError(f"config: {key}.{unknown[0]} is not supported")
         if "rope_theta" not in rope:
             return theta
-        found = _number(f"{key}.rope_theta", rope["rope_theta"], 0.0, math.inf)
+        found = _theta(f"{key}.rope_theta", rope["rope_theta"])
         if "rope_theta" in self._config and found != theta:
             raise CheckpointError(
                 f"config: rope_theta={theta} contradicts {key}.rope_theta={found}"
@@ -173,7 +176,8 @@ class ConfigReader:
         return value
 
 
-def _number(key: str, value: Any, above: float, below: float) -> float:
-    if type(value) not in (int, float) or not above < value < below:
-        raise CheckpointError(f"config: {key}={value!r} is not between {above} and {below}")
+def _theta(key: str, value: Any) -> float:
+    """Below 1 a base would turn the higher dimensions faster than the first, not slower."""
+    if type(value) not in (int, float) or not 1 <= value <= sys.float_info.max:
+        raise CheckpointError(f"config: {key}={value!r} is not a finite number from 1 on")
     return float(value)
