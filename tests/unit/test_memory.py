@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quasar.quantization.memory import peak_memory, trim_heap
+from quasar.memory import peak_memory, trim_heap
 
 
 def test_the_peak_keeps_what_was_freed():
