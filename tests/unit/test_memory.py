@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from quasar.memory import peak_memory, trim_heap
 
 
