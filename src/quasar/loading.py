@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+# Before torch, whose own import of NumPy swallows a Ctrl-C.
+import numpy  # noqa: F401
 import torch
 
 from quasar import __version__
@@ -51,9 +53,14 @@ class LoadedModel:
 
 def resolve(model: str) -> Path:
     """The local path of a model: an embedded name, a path, or a hub id (downloaded if need be)."""
+    if not model:
+        raise UsageError("MODEL is empty")
     if model in EMBEDDED:
         return _embedded(model)
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{model}: there is no home folder of that user") from error
     if path.exists():
         return path
     parts = model.split("/")

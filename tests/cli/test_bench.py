@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -117,10 +119,10 @@ def test_a_file_of_nothing_but_long_prompts_is_refused(quasar, model, tmp_path):
     [
         (("--limit", "0"), 2, "--limit"),
         (("--limit", "many"), 2, "--limit"),
-        (("--max-tokens", "0"), 2, "max_tokens"),
-        (("--temperature", "nan"), 2, "temperature"),
+        (("--max-tokens", "0"), 2, "--max-tokens"),
+        (("--temperature", "nan"), 2, "--temperature"),
         (("--threads", "0"), 2, "--threads"),
-        (("--draft-tokens", "1000"), 2, "draft_tokens"),
+        (("--draft-tokens", "1000"), 2, "--draft-tokens"),
         (("--configs", "bf16"), 2, "VERIFIER+DRAFTER"),
         (("--configs", "w3a3+none"), 2, "w3a3"),
         (("--configs", "bf16+oracle"), 2, "oracle"),
@@ -128,6 +130,7 @@ def test_a_file_of_nothing_but_long_prompts_is_refused(quasar, model, tmp_path):
         (("--configs", "bf16+none,bf16+none"), 2, "twice"),
         (("--json", "absent/r.json"), 2, "absent"),
         (("--html", "/"), 2, "--html"),
+        (("--json", "r", "--html", "./r"), 2, "--json and --html name the same file"),
         (("--out-dir", "FILE"), 2, "--out-dir"),
         (("--data", "FILE"), 1, "FILE:1: not JSON"),
         (("--data", "absent.jsonl"), 1, "absent.jsonl"),
@@ -148,3 +151,16 @@ def test_a_quantized_folder_refuses_bf16(quasar, quantized, questions):
     configs = ("--configs", "w8a8+none,bf16+none")
     result = quasar("bench", quantized, "--data", questions, *configs)
     assert (result.code, result.out) == (2, "") and "bf16" in result.error
+
+
+def test_a_full_standard_output_loses_no_file(model, questions, tmp_path):
+    report = tmp_path / "r.json"
+    command = [sys.executable, "-m", "quasar", "bench", str(model), "--data", str(questions)]
+    brief = ["--configs", "bf16+none", "--threads", "1", "--limit", "1", "--max-tokens", "2"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, *brief, "--json", str(report)], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 1
+    assert done.stderr.endswith(b"No space left on device\n") and b"Traceback" not in done.stderr
+    assert json.loads(report.read_text())["configurations"][0]["prompts"] == 1

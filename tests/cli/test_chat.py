@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+import tiny
+from byte_tokenizer import TEMPLATE, VOCABULARY, write_tokenizer
 from quasar.cli import chat
 from quasar.engine.engine import Engine
 from quasar.loading import load_model
@@ -69,7 +71,7 @@ def test_commands(say, model):
 
 def test_a_conversation_that_no_longer_fits_says_so_and_goes_on(say, model):
     result = say(["x" * 600, "ab"], model, *BF16)
-    assert result.code == 0
+    assert result.code == 1, "a script must learn that a turn failed"
     assert "/reset forgets it" in result.err
     assert result.err.count("tokens/s") == 1
 
@@ -143,3 +145,19 @@ def read_until(leader: int, shown: bytes, count: int) -> bytes:
     while shown.count(b"> ") < count:
         shown += os.read(leader, 4096)
     return shown
+
+
+def test_a_system_message_is_checked_before_a_model_is_opened(quasar):
+    result = quasar("chat", "no-such-model", "--system", "\udcff")
+    assert (result.code, result.out) == (2, "") and "--system: it is not UTF-8" in result.error
+
+
+def test_a_system_message_that_the_template_refuses_is_refused_before_loading(
+    quasar, tmp_path, monkeypatch
+):
+    folder = tiny.write_folder(tmp_path / "m", "llama", vocab_size=VOCABULARY)
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    write_tokenizer(folder, template=strict + TEMPLATE)
+    monkeypatch.setattr("quasar.loading.load_verifier", None)
+    result = quasar("chat", folder, *BF16, "--system", "be kind")
+    assert (result.code, result.out) == (1, "") and "no system" in result.error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import tiny
-from byte_tokenizer import write_tokenizer
+from byte_tokenizer import VOCABULARY, write_tokenizer
 
 FIELDS = {
     "name",
@@ -122,3 +123,46 @@ def test_vocabularies_must_agree(quasar, model, tmp_path, text):
     write_tokenizer(other)
     result = quasar("evaluate", f"{model}+bf16", f"{other}+bf16", "--text", text)
     assert (result.code, result.out) == (2, "") and "different vocabularies" in result.err
+
+
+@pytest.fixture
+def unloadable(monkeypatch):
+    """No verifier can be made: what is refused now was refused before one is."""
+    monkeypatch.setattr("quasar.loading.Model.load", None)
+
+
+@pytest.mark.parametrize("source", ["--text", "--prompts"])
+def test_sources_are_read_before_a_verifier_is_made(source, quasar, model, tmp_path, unloadable):
+    file = tmp_path / "source"
+    file.write_bytes(b"\xff")
+    result = quasar("evaluate", f"{model}+bf16", f"{model}+w8a8", source, file)
+    assert (result.code, result.out) == (1, "") and "not UTF-8" in result.error
+
+
+@pytest.mark.parametrize("source", ["--text", "--prompts"])
+def test_a_candidate_with_a_smaller_context_is_refused(
+    source, quasar, model, tmp_path, text, questions, unloadable
+):
+    small = tiny.write_folder(
+        tmp_path / "small", "llama", vocab_size=VOCABULARY, max_position_embeddings=32
+    )
+    write_tokenizer(small)
+    file = {"--text": text, "--prompts": questions}[source]
+    result = quasar("evaluate", f"{model}+bf16", f"{small}+bf16", source, file, "--max-tokens", 40)
+    assert (result.code, result.out) == (2, "") and "context holds 32" in result.error
+
+
+def test_logits_that_are_not_finite_are_an_error_naming_the_candidate(
+    quasar, model, text, tmp_path
+):
+    broken = tiny.write_folder(tmp_path / "broken", "llama", vocab_size=VOCABULARY)
+    write_tokenizer(broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)
+    save_file(tensors, broken / "model.safetensors")
+    arguments = ("--text", text, "--limit", 1, "--json")
+    result = quasar("evaluate", f"{model}+bf16", f"{broken}+bf16", *arguments)
+    assert (result.code, result.out) == (1, "")
+    assert result.error == f"quasar: error: {broken}+bf16: its logits are not finite"
+    result = quasar("evaluate", f"{broken}+bf16", f"{model}+bf16", *arguments)
+    assert result.error == f"quasar: error: {broken}+bf16: its logits are not finite"

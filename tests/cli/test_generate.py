@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+import tiny
+from byte_tokenizer import VOCABULARY, write_tokenizer
+
 FIELDS = {
     "model",
     "verifier",
@@ -99,22 +102,23 @@ def test_prompt_from_standard_input(model):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--max-tokens", "-1"), "max_tokens"),
-        (("--max-tokens", "0"), "max_tokens"),
+        (("--max-tokens", "-1"), "--max-tokens"),
+        (("--max-tokens", "0"), "--max-tokens"),
         (("--max-tokens", "1.5"), "--max-tokens"),
-        (("--temperature", "nan"), "temperature"),
-        (("--temperature", "-0.1"), "temperature"),
-        (("--temperature", "inf"), "temperature"),
-        (("--top-k", "-1"), "top_k"),
-        (("--top-p", "0"), "top_p"),
-        (("--top-p", "1.01"), "top_p"),
-        (("--min-p", "2"), "min_p"),
-        (("--seed", "-1"), "seed"),
-        (("--seed", str(2**64)), "seed"),
-        (("--stop", ""), "stop"),
+        (("--temperature", "nan"), "--temperature"),
+        (("--temperature", "-0.1"), "--temperature: '-0.1' is not a number from 0 to 100"),
+        (("--temperature", "inf"), "--temperature"),
+        (("--top-k", "-1"), "--top-k"),
+        (("--top-p", "0"), "--top-p: '0' is not a number above 0 to 1"),
+        (("--top-p", "1.01"), "--top-p"),
+        (("--min-p", "2"), "--min-p"),
+        (("--seed", "-1"), "--seed"),
+        (("--seed", str(2**64)), "--seed"),
+        (("--stop", ""), "--stop"),
+        (("--stop", "\udcff"), "--stop: it is not UTF-8"),
         (("--threads", "0"), "--threads"),
         (("--threads", "100000"), "--threads"),
-        (("--draft-tokens", "1000"), "draft_tokens"),
+        (("--draft-tokens", "1000"), "--draft-tokens"),
         (("--draft-tokens", "0"), "--draft-tokens"),
         (("--drafter", "crystal-ball"), "crystal-ball"),
         (("--verifier", "w1a1"), "w1a1"),
@@ -143,3 +147,13 @@ def test_a_missing_model_is_named(quasar, tmp_path):
     result = quasar("generate", tmp_path / "absent.gguf", *PROMPT)
     assert (result.code, result.out) == (1, "")
     assert "absent.gguf" in result.error
+
+
+def test_a_template_that_renders_nothing_is_refused_before_the_weights_load(
+    quasar, tmp_path, monkeypatch
+):
+    folder = tiny.write_folder(tmp_path / "mute", "llama", vocab_size=VOCABULARY)
+    write_tokenizer(folder, template="{# nothing #}")
+    monkeypatch.setattr("quasar.loading.load_verifier", None)
+    result = quasar("generate", folder, *PROMPT, *BF16)
+    assert (result.code, result.out) == (2, "") and "renders nothing" in result.error

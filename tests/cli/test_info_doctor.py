@@ -7,6 +7,7 @@ import json
 import pytest
 
 import tiny
+from byte_tokenizer import VOCABULARY, write_tokenizer
 from quasar.bench import machine, passes
 
 
@@ -131,3 +132,35 @@ def test_openmp_runtimes_by_name():
         "libomp.so",
         "libiomp5.so",
     ]
+
+
+@pytest.mark.parametrize("content", ["{bad", "[]", '{"source": [NaN]}', '{"source": {"name": 3}}'])
+def test_info_names_a_malformed_report_card(content, quasar, tmp_path):
+    folder = tmp_path / "q"
+    tiny.write_quantized(folder, "llama", vocab_size=VOCABULARY)
+    write_tokenizer(folder)
+    (folder / "quantization_report.json").write_text(content)
+    result = quasar("info", folder)
+    assert (result.code, result.out) == (1, "") and "quantization_report.json" in result.error
+    (folder / "quantization_report.json").write_text("{}")
+    assert quasar("info", folder, "--json").json["quantization"]["source"] is None
+
+
+def test_doctor_refuses_a_head_without_a_model(quasar):
+    result = quasar("doctor", "--head", "w8a8")
+    assert (result.code, result.out) == (2, "") and "MODEL" in result.error
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "named"), [("", 2, "MODEL is empty"), ("~nosuchuser/x", 1, "~nosuchuser/x")]
+)
+def test_info_refuses_names_of_nothing(name, code, named, quasar):
+    result = quasar("info", name)
+    assert (result.code, result.out) == (code, "") and named in result.error
+
+
+def test_control_characters_of_a_config_stay_out_of_the_message(quasar, tmp_path):
+    tiny.write_folder(tmp_path, "llama", **{"\x1b]0;title\x07key\x9b": 1})
+    write_tokenizer(tmp_path)
+    result = quasar("info", tmp_path)
+    assert result.code == 1 and r"'\x1b]0;title\x07key\x9b'=1 is not known" in result.error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,6 +81,15 @@ def test_usage_errors_are_one_line_and_exit_2(arguments, quasar):
         (UsageError("no such option"), 2, "quasar: error: no such option\n"),
         (OSError(28, "No space left on device"), 1, "No space left on device\n"),
         (MemoryError(), 1, "quasar: error: MemoryError\n"),
+        (QuasarError("a\x1b[31m key\x9b"), 1, "quasar: error: a key\n"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory: you tried to allocate 9 bytes. Error code 12\nframe #0: c10::Error"
+            ),
+            1,
+            "quasar: error: can't allocate memory: you tried to allocate 9 bytes\n",
+        ),
         (KeyboardInterrupt(), 130, "quasar: interrupted\n"),
     ],
     ids=lambda value: type(value).__name__,
@@ -121,3 +133,91 @@ def test_ctrl_c_exits_130():
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out, err) == (130, "", "quasar: interrupted\n")
+
+
+def test_another_runtime_error_is_a_bug(quasar, monkeypatch):
+    def fail(args):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr("quasar.cli.info.run", fail)
+    with pytest.raises(RuntimeError):
+        quasar("info", "m")
+
+
+def shell(line: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs `quasar LINE`, redirections and all."""
+    command = f"{shlex.quote(sys.executable)} -m quasar {line}"
+    return subprocess.run(command, shell=True, capture_output=True, env=os.environ | variables)
+
+
+def test_text_that_the_locale_cannot_encode(tmp_path, model):
+    folder = tmp_path / "mod\u00e8le \U0001f600"
+    folder.symlink_to(model)
+    found = shell(f"info {shlex.quote(str(folder))} --json", PYTHONIOENCODING="ascii")
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert json.loads(found.stdout.decode())["model"] == str(folder)
+    absent = shell("info \u00e8/x/y", PYTHONIOENCODING="ascii")
+    assert absent.returncode == 1 and absent.stderr.startswith("quasar: error: \u00e8/x/y".encode())
+
+
+def test_a_name_of_no_encoding_is_valid_json(tmp_path, model):
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.symlink(model, folder)
+    found = subprocess.run([*QUASAR, "info", folder, "--json"], capture_output=True)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout.decode())["model"] == os.fsdecode(folder)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "error"),
+    [
+        ("info absent/x/y <&-", 1, b"absent/x/y"),
+        ("generate absent -p - <&-", 2, b"the prompt is empty"),
+        ("info absent >&-", 1, b"standard output is closed"),
+        ("info absent/x/y 2>&-", 1, b""),
+    ],
+)
+def test_closed_streams_are_no_traceback(line, code, error):
+    found = shell(line)
+    assert (found.returncode, found.stdout) == (code, b"")
+    assert error in found.stderr and found.stderr.count(b"\n") == bool(error)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "info m",
+        "generate m -p x",
+        "chat m",
+        "quantize m out",
+        "doctor",
+        "bench m --data f",
+        "evaluate m+bf16 m+bf16 --text f",
+        "demo",
+    ],
+)
+def test_every_command_refuses_an_unknown_tier_at_once(line, quasar, monkeypatch):
+    monkeypatch.setenv("QUASAR_ISA", "bogus")
+    monkeypatch.setattr("quasar.loading.resolve", None)
+    result = quasar(*line.split())
+    assert (result.code, result.out) == (2, "") and "QUASAR_ISA='bogus'" in result.error
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "info a/b/c",
+        "generate a/b/c -p x",
+        "doctor a/b/c",
+        "evaluate a/b/c+bf16 a/b/c+bf16 --text f",
+    ],
+)
+def test_numpy_is_imported_before_torch_whose_import_of_it_swallows_ctrl_c(line):
+    script = (
+        f"import sys\nfrom quasar.cli.main import main\nassert main({line.split()}) == 1\n"
+        "names = list(sys.modules)  # by the end of their import\n"
+        "parts = [names.index(name) for name in names if name.startswith('torch')]\n"
+        "assert names.index('numpy') < min(parts)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -51,3 +51,11 @@ def test_progress_shows_nothing_before_its_first_call(capsys):
         progress("work", 2, 2)
     out, err = capsys.readouterr()
     assert out == "" and "work" in err and "2/2" in err
+
+
+def test_pages_and_notes_are_harmless(capsys):
+    evil = "a\x1b[31m\nb\x9b"
+    assert terminal.listing([(evil, evil)]) == "a b  a b"
+    assert terminal.table((evil,), [(evil,)]).splitlines() == ["a b", "---", "a b"]
+    terminal.note(evil)
+    assert capsys.readouterr().err == "a\nb\n"

@@ -25,6 +25,12 @@ def test_three_layouts(tmp_path):
     ]
 
 
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps({"question": "fine"}), encoding="utf-8-sig")
+    assert read_prompts(file)[0].text == "fine"
+
+
 def test_line_separators_of_unicode_do_not_end_a_line(tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text(json.dumps({"question": "a\u2028b\x85c"}, ensure_ascii=False) + "\r\n")
@@ -45,6 +51,8 @@ def test_line_separators_of_unicode_do_not_end_a_line(tmp_path):
         ('{"question": null}', "none of turns"),
         ('{"question": "\\ud800"}', "surrogate"),
         ('{"question": "x", "category": 3}', "category"),
+        ('{"question": "x", "category": "\\ud800"}', "category holds half a surrogate"),
+        ('{"question": "x", "question_id": "\\udfff"}', "id holds half a surrogate"),
         ('{"question": "x", "question_id": [1]}', "id"),
     ],
 )

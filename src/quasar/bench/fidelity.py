@@ -67,12 +67,19 @@ class Fidelity:
         """The JSON fields of `quasar evaluate`; None where nothing was a clear preference."""
         return {
             "tokens": self.tokens,
-            "perplexity": math.exp(self.log_loss / self.tokens),
-            "reference_perplexity": math.exp(self.reference_log_loss / self.tokens),
+            "perplexity": _exp(self.log_loss / self.tokens),
+            "reference_perplexity": _exp(self.reference_log_loss / self.tokens),
             "kl": self.divergence / self.tokens,
             "top1": self.agreed / self.tokens,
             "top1_without_near_ties": self.clear_agreed / self.clear if self.clear else None,
         }
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from quasar import __version__
 
 OPENMP = re.compile(r"/(lib(?:[gi]?omp|iomp5)\b[^/]*\.so[^/]*)$")
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf")
+PACKAGES = ("torch", "numpy", "tokenizers", "gguf")
 
 
 def openmp_runtimes() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any
 
 from quasar.bench.runner import Answer
 from quasar.errors import UsageError
+from quasar.figures import json_text
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -28,10 +28,13 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside the target, sync, rename: an interruption leaves the old file or the new one."""
+    """Write beside the target, sync, rename: an interruption leaves the old file or the new one.
+
+    Bytes of a path that are no UTF-8 are written as JSON escapes.
+    """
     descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -43,12 +46,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, json_text(content, indent=2) + "\n")
 
 
 def write_answers(folder: Path, model: str, name: str, answers: Sequence[Answer]) -> None:
     """One configuration's answers as Spec-Bench JSONL, in a file named after it."""
-    lines = [json.dumps(_spec_bench(f"{model}+{name}", answer)) for answer in answers]
+    lines = [json_text(_spec_bench(f"{model}+{name}", answer)) for answer in answers]
     file = re.sub(r"[^\w.+:-]", "_", name)
     write_atomically(folder / f"{file}.jsonl", "\n".join(lines) + "\n")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+
+from quasar.figures import json_text
 
 HTML_IN_JSON = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 """JSON stays JSON, and nothing in it can close the script tag that holds it."""
@@ -22,7 +23,7 @@ def render(content: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    raw = Markup(json.dumps(content, indent=1).translate(HTML_IN_JSON))
+    raw = Markup(json_text(content, indent=1).translate(HTML_IN_JSON))
     entries = content["configurations"]
     fastest = max(entry["decode_tokens_per_second"] for entry in entries)
     template = environment.get_template("page.html")

@@ -28,7 +28,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     `question`, HumanEval lines `prompt`. A line without `category` is in one named as the file.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
         raise QuasarError(f"{path}: {reason}") from error
@@ -52,6 +52,8 @@ def _prompt(where: str, number: int, line: str, default_category: str) -> Prompt
         raise QuasarError(f"{where}: its id is neither text nor a whole number")
     if not isinstance(category, str) or not category:
         raise QuasarError(f"{where}: category is not text")
+    _check_utf8(f"{where}: its id", str(name))
+    _check_utf8(f"{where}: category", category)
     return Prompt(name, category, _question(where, item))
 
 
@@ -67,11 +69,15 @@ def _question(where: str, item: Mapping[str, Any]) -> str:
         raise QuasarError(f"{where}: none of turns, question and prompt is there")
     if not isinstance(found, str) or not found.strip():
         raise QuasarError(f"{where}: the question is empty or not text")
-    try:
-        found.encode()
-    except UnicodeEncodeError as error:
-        raise QuasarError(f"{where}: the question holds half a surrogate pair") from error
+    _check_utf8(f"{where}: the question", found)
     return found
+
+
+def _check_utf8(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise QuasarError(f"{what} holds half a surrogate pair") from error
 
 
 def round_robin(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:

@@ -41,9 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=options.positive, metavar="N", help="prompts, round-robin over categories"
     )
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--max-tokens", type=options.MAX_TOKENS, default=128, metavar="N")
+    parser.add_argument("--temperature", type=options.TEMPERATURE, default=0.0, metavar="T")
+    parser.add_argument("--seed", type=options.SEED, default=0, metavar="S")
     options.add_draft_tokens(parser)
     options.add_head(parser)
     options.add_machine(parser)
@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
         | {"data": args.data.name, "skipped": len(prompts) - len(tasks)}
         | report(configurations, results)
     )
-    print(summary(content))
     _write(args, content, results)
+    print(summary(content))
     return 0
 
 
@@ -97,6 +97,8 @@ def _check_outputs(args: argparse.Namespace) -> None:
     for option, path in (("--json", args.json), ("--html", args.html)):
         if path is not None:
             check_writable(option, path)
+    if args.json and args.html and args.json.resolve() == args.html.resolve():
+        raise UsageError(f"--json and --html name the same file {args.json}")
     if args.out_dir is not None:
         if args.out_dir.exists() and not args.out_dir.is_dir():
             raise UsageError(f"--out-dir {args.out_dir} is a file")

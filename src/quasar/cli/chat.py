@@ -35,7 +35,7 @@ Ctrl-C stops an answer, a second one leaves."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--system", type=options.utf8, metavar="TEXT", help="system message")
     parser.add_argument(
         "--context",
         type=options.positive,
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     params = options.sampling_params(args)
     options.check_drafter(args)
 
-    from quasar.cli.parts.models import check_held, check_precision, load_engine
+    from quasar.cli.parts.models import check_held, check_precision, encode_chat, load_engine
     from quasar.loading import Model
 
     check_precision(args.verifier, "--verifier")
@@ -60,11 +60,15 @@ def run(args: argparse.Namespace) -> int:
     check_held(model, args.verifier)
     if not model.tokenizer.has_chat_template:
         raise UsageError(f"{model.name} has no chat template: use `quasar generate --raw`")
+    encode_chat(model, [*system_message(args.system), {"role": "user", "content": "?"}])
     context = min(args.context, model.config.context_length)
     engine = load_engine(model, args, context)
     interactive = sys.stdin.isatty()
-    Chat(engine, model.tokenizer, params, context, interactive, args.system).loop()
-    return 0
+    return Chat(engine, model.tokenizer, params, context, interactive, args.system).loop()
+
+
+def system_message(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 @dataclass(slots=True)
@@ -80,12 +84,14 @@ class Chat:
     turns: list[dict[str, str]] = field(default_factory=list)
     answers: list[GenerationStats] = field(default_factory=list)
 
-    def loop(self) -> None:
+    def loop(self) -> int:
+        """The exit code: a script must learn of a turn that failed, a person has read it."""
+        code = 0
         if self.interactive:
             terminal.note("/help lists the commands")
         for line in typed_lines(self.interactive):
             if line == "/quit":
-                return
+                break
             try:
                 if line.startswith("/"):
                     self.command(*line.partition(" ")[::2])
@@ -93,6 +99,8 @@ class Chat:
                     self.reply(line)
             except QuasarError as error:
                 terminal.note(f"quasar: {error}")
+                code = 0 if self.interactive else 1
+        return code
 
     def command(self, name: str, rest: str) -> None:
         if name == "/reset":
@@ -126,8 +134,7 @@ class Chat:
 
     def prompt(self, messages: list[dict[str, str]]) -> tuple[list[int], int]:
         """Token ids of the conversation, and how many tokens of answer still fit."""
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        tokens = self.tokenizer.chat([*first, *messages])
+        tokens = self.tokenizer.chat([*system_message(self.system), *messages])
         room = self.context - len(tokens)
         if room < 1:
             raise UsageError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quasar.cli.parts import options, terminal
+from quasar.errors import UsageError
+from quasar.figures import json_text
 
 if TYPE_CHECKING:
     from quasar.bench.passes import Measurement
@@ -24,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quasar.bench.passes import PEAK_SECONDS
+    if args.head is not None and args.model is None:
+        raise UsageError("--head is for timing a model: give MODEL")
+
     from quasar.cli.parts.models import check_precision
     from quasar.loading import make_backend
 
@@ -32,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     backend = make_backend(args.threads)
     content = installation(backend)
     if args.model is None:
+        from quasar.bench.passes import PEAK_SECONDS
+
         content |= asdict(backend.measure_peaks(PEAK_SECONDS))
     else:
         measurement = time_model(args, backend)
@@ -40,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             "passes": measurement.passes,
             "prefill": measurement.prefill,
         }
-    print(json.dumps(content, ensure_ascii=False) if args.json else page(content))
+    print(json_text(content) if args.json else page(content))
     return 0
 
 

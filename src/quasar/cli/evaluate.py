@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quasar.cli.parts import options, terminal
 from quasar.drafting import DEFAULT_DRAFT_TOKENS
 from quasar.errors import QuasarError, UsageError
+from quasar.figures import json_text
 from quasar.types import SamplingParams
 
 if TYPE_CHECKING:
-    from quasar.bench.fidelity import Passage
+    from quasar.bench.fidelity import Fidelity, Passage
     from quasar.loading import Model
     from quasar.verification.verifier import Verifier
 
@@ -41,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tokens",
-        type=options.positive,
+        type=options.MAX_TOKENS,
         metavar="N",
         help=f"tokens a window (default: {WINDOW_TOKENS}) or an answer (default: {ANSWER_TOKENS})",
     )
@@ -58,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     names = [args.reference, *args.candidates]
     parts = [split_name(name) for name in names]
 
-    from quasar.bench.fidelity import compare
     from quasar.cli.parts.models import check_held, check_precision, load_verifier
     from quasar.loading import Model, make_backend
 
@@ -66,27 +66,24 @@ def run(args: argparse.Namespace) -> int:
         check_precision(precision, "verifier")
     check_precision(args.head, "--head")
     models = {path: Model.open(path) for path, _ in parts}
-    for model in models.values():
-        check_vocabulary(models[parts[0][0]], model)
+    model = models[parts[0][0]]
+    for other in models.values():
+        check_vocabulary(model, other)
     for path, precision in parts:
         check_held(models[path], precision)
+    passages = read_passages(args, model)
+    check_contexts(args, model, models.values(), passages)
     backend = make_backend(args.threads)
     heads = [None] + [args.head] * len(args.candidates)
     reference, *candidates = [
         load_verifier(models[path], precision, backend, head)
         for (path, precision), head in zip(parts, heads, strict=True)
     ]
-    passages = read_passages(args, models[parts[0][0]], reference)
-    with terminal.progress_bar() as progress:
-        found = compare(
-            reference, candidates, passages, lambda done, total: progress("passages", done, total)
-        )
-    entries = [
-        {"name": name} | fidelity.figures()
-        for name, fidelity in zip(args.candidates, found, strict=True)
-    ]
+    if args.prompts is not None:
+        passages = answered(model, reference, passages, args.max_tokens or ANSWER_TOKENS)
+    entries = measure(args, reference, candidates, passages)
     content = {"reference": args.reference, "candidates": entries}
-    print(json.dumps(content, ensure_ascii=False) if args.json else page(content))
+    print(json_text(content) if args.json else page(content))
     return 0
 
 
@@ -107,12 +104,29 @@ def check_vocabulary(reference: Model, candidate: Model) -> None:
         raise UsageError(f"{candidate.name} and {reference.name} have different vocabularies")
 
 
-def read_passages(args: argparse.Namespace, model: Model, reference: Verifier) -> list[Passage]:
+def read_passages(args: argparse.Namespace, model: Model) -> list[Passage]:
+    """Windows of the text, or the prompts, whose answers are still to come."""
     if args.text is not None:
         return text_passages(model, args.text, args.max_tokens or WINDOW_TOKENS, args.limit)
-    return answer_passages(
-        model, reference, args.prompts, args.max_tokens or ANSWER_TOKENS, args.limit
-    )
+    return prompt_passages(model, args.prompts, args.limit)
+
+
+def check_contexts(
+    args: argparse.Namespace, model: Model, models: Iterable[Model], passages: Sequence[Passage]
+) -> None:
+    """Refuse before weights are loaded what one of the models cannot read."""
+    longest = args.max_tokens or WINDOW_TOKENS
+    if args.prompts is not None:
+        prompt = max(len(passage.tokens) for passage in passages)
+        answer = args.max_tokens or ANSWER_TOKENS
+        longest = min(prompt + answer, model.config.context_length)
+    for other in models:
+        context = other.config.context_length
+        if longest > context:
+            raise UsageError(
+                f"{other.name}: its context holds {context} tokens, passages may have {longest} "
+                "(see --max-tokens)"
+            )
 
 
 def text_passages(model: Model, path: Path, size: int, limit: int | None) -> list[Passage]:
@@ -123,9 +137,6 @@ def text_passages(model: Model, path: Path, size: int, limit: int | None) -> lis
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise QuasarError(f"{path}: not UTF-8: {error.reason}") from error
-    context = model.config.context_length
-    if size > context:
-        raise UsageError(f"--max-tokens {size}: the model's context holds {context}")
     tokens = model.tokenizer.encode(text, add_special_tokens=False)
     prefix = model.tokenizer.encode("", add_special_tokens=True)
     found = windows(tokens, prefix, size)[:limit]
@@ -134,10 +145,8 @@ def text_passages(model: Model, path: Path, size: int, limit: int | None) -> lis
     return found
 
 
-def answer_passages(
-    model: Model, reference: Verifier, path: Path, max_tokens: int, limit: int | None
-) -> list[Passage]:
-    """Each prompt with the reference's greedy answer; only the answer is predicted."""
+def prompt_passages(model: Model, path: Path, limit: int | None) -> list[Passage]:
+    """Each prompt; what is predicted begins after it."""
     from quasar.bench.fidelity import Passage
     from quasar.bench.suites import read_prompts, round_robin
     from quasar.cli.bench import encode
@@ -145,10 +154,20 @@ def answer_passages(
 
     prompts = round_robin(read_prompts(path), limit)
     tasks = encode(model, prompts, use_raw(model, False))
-    answers = reference_answers(model, reference, [task.tokens for task in tasks], max_tokens)
+    return [Passage(task.tokens, len(task.tokens)) for task in tasks]
+
+
+def answered(
+    model: Model, reference: Verifier, prompts: Sequence[Passage], max_tokens: int
+) -> list[Passage]:
+    """Each prompt with the reference's greedy answer; only the answer is predicted."""
+    from quasar.bench.fidelity import Passage
+
+    asked = [prompt.tokens for prompt in prompts]
+    answers = reference_answers(model, reference, asked, max_tokens)
     return [
-        Passage([*task.tokens, *answer], len(task.tokens))
-        for task, answer in zip(tasks, answers, strict=True)
+        Passage([*tokens, *answer], len(tokens))
+        for tokens, answer in zip(asked, answers, strict=True)
     ]
 
 
@@ -167,6 +186,35 @@ def reference_answers(
             answers.append(engine.complete([prompt], params)[0].tokens)
             progress("answers", done, len(prompts))
     return answers
+
+
+def measure(
+    args: argparse.Namespace,
+    reference: Verifier,
+    candidates: Sequence[Verifier],
+    passages: Sequence[Passage],
+) -> list[dict[str, Any]]:
+    """One entry a candidate."""
+    from quasar.bench.fidelity import compare
+
+    with terminal.progress_bar() as progress:
+        found = compare(
+            reference, candidates, passages, lambda done, total: progress("passages", done, total)
+        )
+    for name, fidelity in zip(args.candidates, found, strict=True):
+        check_finite(args.reference, name, fidelity)
+    return [
+        {"name": name} | fidelity.figures()
+        for name, fidelity in zip(args.candidates, found, strict=True)
+    ]
+
+
+def check_finite(reference: str, candidate: str, fidelity: Fidelity) -> None:
+    """Refuse figures that NaN or infinite logits have made meaningless."""
+    if not math.isfinite(fidelity.reference_log_loss):
+        raise QuasarError(f"{reference}: its logits are not finite")
+    if not math.isfinite(fidelity.log_loss + fidelity.divergence):
+        raise QuasarError(f"{candidate}: its logits are not finite")
 
 
 def page(content: dict[str, Any]) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from quasar.cli.parts import options, terminal
+from quasar.figures import json_text
 from quasar.types import Completion, GenerationStats
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             terminal.write_text(step.text)
     if args.json:
-        print(json.dumps(result(model, engine, completion, args), ensure_ascii=False))
+        print(json_text(result(model, engine, completion, args)))
         return 0
     terminal.write_text("" if completion.text.endswith("\n") else "\n")
     terminal.note(statistics_line(completion.stats))

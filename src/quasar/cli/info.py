@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quasar.cli.parts import options, terminal
 from quasar.cli.parts.terminal import megabytes
+from quasar.errors import CheckpointError
+from quasar.figures import json_text
 
 if TYPE_CHECKING:
     from quasar.checkpoints.base import Checkpoint
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from quasar.loading import Model
 
     content = describe(Model.open(args.model))
-    print(json.dumps(content, ensure_ascii=False) if args.json else page(content))
+    print(json_text(content) if args.json else page(content))
     return 0
 
 
@@ -69,15 +71,27 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is quantised how, and what a quantised folder says it was made from."""
     if checkpoint.quantization is None:
         return {"scheme": None}
-    report = checkpoint.path / "quantization_report.json"
-    source = json.loads(report.read_text())["source"] if report.exists() else None
     return {
         "scheme": "w8a8",
         "weights": "int8, a scale a row",
         "activations": "int8, a scale a token",
         "kept_in_bf16": ["embedding", "norms", *checkpoint.quantization.get("ignore", [])],
-        "source": source,
+        "source": source(checkpoint.path / "quantization_report.json"),
     }
+
+
+def source(report: Path) -> dict[str, str] | None:
+    """Name and checksum of the model that a folder was quantised from, if its report card says."""
+    from quasar.checkpoints.hf import read_json
+
+    if not report.exists():
+        return None
+    found = read_json(report).get("source")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise CheckpointError(f"{report}: source is not an object of texts")
+    return found
 
 
 def files(checkpoint: Checkpoint) -> dict[str, int]:

@@ -9,17 +9,24 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from quasar import __version__
+from quasar.cli.parts import terminal
 from quasar.errors import QuasarError, UsageError
+from quasar.kernels import tier_cap
 
 INTERRUPTED = 130
+
+ALLOCATION = re.compile(
+    r"(?:can't allocate|not enough) memory(?:: you tried to allocate \d+ bytes)?"
+)
+"""What torch says in a RuntimeError, between C++ file names, where Python has a MemoryError."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,8 +39,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"quasar: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
+class Formatter(logging.Formatter):
+    """Names of files and models reach the terminal without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return terminal.harmless(super().format(record))
+
+
 def one_line(message: object) -> str:
-    return " ".join(str(message).split())
+    return " ".join(terminal.harmless(str(message)).split())
 
 
 def commands() -> list[str]:
@@ -66,24 +80,35 @@ def make_parser(argv: Sequence[str]) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line. Exit codes: 0, 1 (failed), 2 (usage), 130 (interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    closed = sys.stdout is None
+    terminal.prepare_streams()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("quasar: %(message)s"))
+    handler.setFormatter(Formatter("quasar: %(message)s"))
     log = logging.getLogger("quasar")
     log.addHandler(handler)
     try:
+        if closed:
+            raise QuasarError("standard output is closed")
         args = make_parser(arguments).parse_args(arguments)
+        tier_cap()
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader has left. What Python still holds for it must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        terminal.release_output()
         return 1
     except KeyboardInterrupt:
         print("quasar: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (QuasarError, OSError, MemoryError) as error:
         print(f"quasar: error: {one_line(error) or type(error).__name__}", file=sys.stderr)
+        terminal.release_output()
         return 2 if isinstance(error, UsageError) else 1
+    except RuntimeError as error:
+        allocation = ALLOCATION.search(str(error))
+        if allocation is None:
+            raise
+        print(f"quasar: error: {allocation[0]}", file=sys.stderr)
+        return 1
     finally:
         log.removeHandler(handler)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import TYPE_CHECKING
 
 from quasar.errors import UsageError
-from quasar.kernels.base import Backend
+
+if TYPE_CHECKING:
+    from quasar.kernels.base import Backend
 
 TIERS = ("reference", "scalar", "avx2", "avx512")
 """Instruction sets in rising order. QUASAR_ISA lowers the tier, it never raises it."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+# Before torch, whose own import of NumPy swallows a Ctrl-C.
+import numpy  # noqa: F401
+
 from quasar.cli.parts.terminal import note, progress_bar
 from quasar.engine.engine import Engine
 from quasar.errors import UsageError
@@ -50,7 +53,15 @@ def encode_prompt(model: Model, text: str, raw: bool) -> list[int]:
     """Token ids of one user turn in the chat template, or of the text itself."""
     if raw:
         return model.tokenizer.encode(text, add_special_tokens=True)
-    return model.tokenizer.chat([{"role": "user", "content": text}])
+    return encode_chat(model, [{"role": "user", "content": text}])
+
+
+def encode_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation. A template that renders nothing is refused."""
+    tokens = model.tokenizer.chat(messages)
+    if not tokens:
+        raise UsageError(f"the chat template of {model.name} renders nothing: 0 tokens")
+    return tokens
 
 
 def check_length(model: Model, tokens: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from quasar.drafting import DEFAULT_DRAFT_TOKENS, make_drafter
 from quasar.errors import UsageError
-from quasar.types import SamplingParams
+from quasar.types import MAX_DRAFT_NODES, SamplingParams
 
 DEFAULT_VERIFIER = "w8a8"
 DEFAULT_DRAFTER = "ngram"
@@ -22,6 +23,58 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return value
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """An option's type: integers in least..most."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in {least}..{most}")
+        return value
+
+    return parse
+
+
+def number(least: float, most: float, without_least: bool = False) -> Callable[[str], float]:
+    """An option's type: numbers from `least` to `most`, `least` itself included or not."""
+    allowed = f"{'above' if without_least else 'from'} {least:g} to {most:g}"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = least - 1.0
+        if not least <= value <= most or (without_least and value == least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {allowed}")
+        return value
+
+    return parse
+
+
+def utf8(text: str) -> str:
+    """Text whose bytes were UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"it is not UTF-8 (character {error.start})") from error
+    return text
+
+
+def stop_string(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the text is empty")
+    return utf8(text)
+
+
+INT64_MAX = 2**63 - 1
+MAX_TOKENS = whole(1, INT64_MAX)
+SEED = whole(0, INT64_MAX)
+TEMPERATURE = number(0.0, 100.0)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +110,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def add_draft_tokens(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-tokens",
-        type=positive,
+        type=whole(1, MAX_DRAFT_NODES),
         default=DEFAULT_DRAFT_TOKENS,
         metavar="N",
         help="tokens proposed a pass at most (default: %(default)s)",
@@ -66,19 +119,17 @@ def add_draft_tokens(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """How tokens are drawn, and how many."""
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0 keeps all tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="may be repeated"
-    )
+    add = parser.add_argument
+    add("--max-tokens", type=MAX_TOKENS, default=max_tokens, metavar="N")
+    add("--temperature", type=TEMPERATURE, default=0.0, metavar="T", help="0: greedy")
+    add("--top-k", type=whole(0, INT64_MAX), default=0, metavar="N", help="0 keeps all tokens")
+    add("--top-p", type=number(0.0, 1.0, without_least=True), default=1.0, metavar="P")
+    add("--min-p", type=number(0.0, 1.0), default=0.0, metavar="P")
+    add("--seed", type=SEED, default=0, metavar="S")
+    add("--stop", type=stop_string, action="append", default=[], metavar="TEXT", help="repeatable")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Raises UsageError for values that make no sense."""
     return SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -91,7 +142,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def check_drafter(args: argparse.Namespace) -> None:
-    """Refuse an unknown drafter or an absurd draft before a model is loaded."""
+    """Refuse an unknown drafter before a model is loaded."""
     make_drafter(args.drafter, args.draft_tokens)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +27,32 @@ def harmless(text: str) -> str:
     return ESCAPE_SEQUENCE.sub("", text).translate(CONTROLS)
 
 
+def prepare_streams() -> None:
+    """UTF-8 whatever the locale says; what is no UTF-8 is written as a JSON escape.
+
+    A closed stream becomes the null device, so that no file that is opened later takes its number.
+    """
+    streams = (
+        ("stdin", "r", "surrogateescape"),
+        ("stdout", "w", "backslashreplace"),
+        ("stderr", "w", "backslashreplace"),
+    )
+    for name, mode, errors in streams:
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  it stays open
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=errors)
+
+
+def release_output() -> None:
+    """What Python still holds for a reader that left, or a full disk, must not fail at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def write_text(text: str) -> None:
     """Model text to standard output, at once, made harmless where that is a terminal."""
     sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
@@ -33,18 +61,24 @@ def write_text(text: str) -> None:
 
 def note(text: str) -> None:
     """Something to know that is not the command's result."""
-    print(text, file=sys.stderr, flush=True)
+    print(harmless(text), file=sys.stderr, flush=True)
+
+
+def cell(value: object) -> str:
+    """A name or figure on one line of a page, harmless."""
+    return harmless(str(value)).translate({ord("\n"): " ", ord("\t"): " "})
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns: text to the left, columns of numbers to the right."""
+    headers, rows = list(map(cell, headers)), [list(map(cell, row)) for row in rows]
     columns = list(zip(headers, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(map(NUMBER.fullmatch, column[1:])) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
         placed = zip(cells, widths, right, strict=True)
-        padded = (cell.rjust(n) if number else cell.ljust(n) for cell, n, number in placed)
+        padded = (text.rjust(n) if number else text.ljust(n) for text, n, number in placed)
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, rows)])
@@ -52,7 +86,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def listing(pairs: Iterable[tuple[str, object]]) -> str:
     """One line a pair."""
-    shown = [(name, str(value)) for name, value in pairs]
+    shown = [(cell(name), cell(value)) for name, value in pairs]
     width = max(len(name) for name, _ in shown)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown)
 

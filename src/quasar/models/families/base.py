@@ -146,7 +146,7 @@ class ConfigReader:
     def _merged_theta(self, key: str, rope: Mapping[str, Any], theta: float) -> float:
         unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta"})
         if unknown:
-            raise CheckpointError(f"config: {key}.{unknown[0]} is not supported")
+            raise CheckpointError(f"config: {key}.{unknown[0]!r} is not supported")
         if "rope_theta" not in rope:
             return theta
         found = _theta(f"{key}.rope_theta", rope["rope_theta"])
@@ -162,7 +162,7 @@ class ConfigReader:
         if unknown:
             key = unknown[0]
             raise CheckpointError(
-                f"config: {key}={self._config[key]!r} is not known for model_type "
+                f"config: {key!r}={self._config[key]!r} is not known for model_type "
                 f"{self._config.get('model_type')!r}"
             )
 
