@@ -28,7 +28,9 @@
 //     BF16 at 36 GB/s  58.4  56.7  58.2  57.7  59.0  60.5  78.3  150  2410
 //               share  0.99  1.04  0.97  0.99  0.98  0.92  0.87  0.91  0.89
 // The multiply loop itself runs at 0.99 of the multiplier; what is missing at many rows is their
-// preparation (5 %) and the results (5 %). The linears of SmolLM2-135M reach 0.92 at 6 rows.
+// preparation (5 %) and the results (5 %). The linears of SmolLM2-135M reach 0.92 at 6 rows
+// and 36 GB/s, 0.55 to 0.6 at 65. The W8A8 row at 36 GB/s and both figures of 512 rows are older
+// than the last change to the preparation of rows; the BF16 one is a single slice, at 65 GB/s.
 //
 // Gated layers. Blocks hold 16 gate rows, then the 16 up rows of the same outputs. For an
 // intermediate size I that is no multiple of 16 the caller pads gate and up to G = ceil(I / 16)
