@@ -13,8 +13,8 @@ from quasar.errors import UsageError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
-MAX_DRAFT_NODES = 63
-"""A node's ancestors are one 64-bit word, and the last accepted token is node 0 of each pass."""
+MAX_DRAFT_NODES = 64
+"""A node's ancestors are one 64-bit word."""
 
 _INT64_MAX = 2**63 - 1
 _MIN_TEMPERATURE = 1e-4

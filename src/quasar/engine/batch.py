@@ -33,10 +33,10 @@ class Pack:
 
 
 def ancestor_bits(draft: Draft) -> list[int]:
-    """Per row of a drafting sequence the rows that it sees: bit 0 is the last accepted token."""
-    bits = [1]
+    """Per row of a drafting sequence the draft nodes that it sees: none for the root, row 0."""
+    bits = [0]
     for node, parent in enumerate(draft.parents):
-        bits.append(bits[parent + 1] | 1 << (node + 1))
+        bits.append(bits[parent + 1] | 1 << node)
     return bits
 
 
