@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny
-from byte_tokenizer import VOCABULARY, write_tokenizer
 
 import quasar.drafting
+import tiny
+from byte_tokenizer import VOCABULARY, write_tokenizer
 from quasar.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding.md"
