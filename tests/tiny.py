@@ -42,7 +42,47 @@ QWEN3 = _COMMON | {
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
-CONFIGS = {config["model_type"]: config for config in (LLAMA, QWEN2, QWEN3)}
+MISTRAL = _COMMON | {
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "sliding_window": 24,
+}
+OPENPANGU = _COMMON | {
+    "model_type": "PanguEmbedded",
+    "architectures": ["PanguEmbeddedForCausalLM"],
+    "bias": True,
+}
+PHI3 = _COMMON | {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3],
+        "long_factor": [1.2, 2.0, 5.0],
+    },
+    "sliding_window": None,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+GEMMA3 = {k: v for k, v in _COMMON.items() if k != "hidden_act"} | {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 20,
+    "rope_local_base_freq": 100.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 24,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+}
+CONFIGS = {
+    config["model_type"]: config
+    for config in (LLAMA, QWEN2, QWEN3, MISTRAL, OPENPANGU, PHI3, GEMMA3)
+}
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -161,6 +161,14 @@ class ConfigReader:
             reader.add_all(where, part)
         return reader
 
+    def window(self, absent: int | None) -> int | None:
+        """`sliding_window`; null is none, an absent key stands for `absent`."""
+        if "sliding_window" not in self._config:
+            return absent
+        if self.optional("sliding_window") is None:
+            return None
+        return self.integer("sliding_window", MAX_CONTEXT)
+
     def local_layers(self, default: Sequence[bool]) -> list[bool]:
         """By layer whether its attention is local, from `layer_types` where the config has it."""
         kinds = self.optional("layer_types")

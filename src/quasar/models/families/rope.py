@@ -71,6 +71,13 @@ class RopeReader:
             "context_length": context,
         }
 
+    def read_theta(self, default_theta: float) -> float:
+        """The base where nothing but plain rotation is allowed."""
+        rope = self.read(default_theta)
+        if rope["rope_scaling"] is not None:
+            raise CheckpointError(f"config: {self._kind} is not supported in layers with a window")
+        return rope["rope_theta"]
+
     def _scaling(self, rotary_dim: int) -> tuple[Scaling | None, int]:
         """The scaling, and the context that the model reaches with it."""
         name, kind = self._settings.pop("rope_type", ("rope_type", "default"))
