@@ -21,6 +21,7 @@ import published
 TOKENS = torch.randint(0, 97, (70,), generator=torch.Generator().manual_seed(4))
 WINDOW = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 NESTED = {
+    "rope_theta": None,
     "rope_scaling": None,
     "rope_local_base_freq": None,
     "rope_parameters": {

@@ -68,7 +68,7 @@ def test_head_dim_may_differ_from_hidden_over_heads() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mamba"}, r"'mamba'.*llama, qwen2"),
+        ({"model_type": "mamba"}, r"'mamba'.*supported: gemma3_text, llama, mistral, PanguEmb"),
         ({"model_type": None}, "None"),
         ({"model_type": ["llama"]}, r"\['llama'\]"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -89,7 +89,7 @@ def test_head_dim_may_differ_from_hidden_over_heads() -> None:
         ({"rope_theta": math.inf}, "rope_theta"),
         ({"rope_theta": 10**400}, "rope_theta=10+ is not a finite number"),
         ({"rope_theta": 0.5}, "rope_theta=0.5"),
-        ({"rope_parameters": {"rope_theta": 10**400}}, r"rope_parameters\.rope_theta=10+ is not"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, r"rope_parameters\.rope_theta=10+$"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"num_hidden_layers": 10**400}, "num_hidden_layers"),
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings='true' is not true or false"),

@@ -57,5 +57,5 @@ def _has_experts(config: Mapping[str, Any]) -> bool:
         "moe" in model_type.lower() or model_type.replace("-", "_") in ("mixtral", "gpt_oss")
     ):
         return True
-    counts = ("num_experts", "num_local_experts", "n_routed_experts", f"{model_type}.expert_count")
-    return any(type(config.get(key)) is int and config[key] > 0 for key in counts)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", ".expert_count")
+    return any(type(n) is int and n > 0 for key, n in config.items() if key.endswith(counts))
