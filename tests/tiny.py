@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from quasar.models.families import parse_config
+from quasar.models.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_prefix, stored_shapes
+
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -27,46 +30,88 @@ LLAMA = {
     "mlp_bias": False,
     "torch_dtype": "bfloat16",
 }
-QWEN2 = {
-    key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias")
-} | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
-CONFIGS = {"llama": LLAMA, "qwen2": QWEN2}
+_COMMON = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
+QWEN2 = _COMMON | {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "tie_word_embeddings": True,
+}
+QWEN3 = _COMMON | {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+MISTRAL = _COMMON | {
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "sliding_window": 24,
+}
+OPENPANGU = _COMMON | {
+    "model_type": "PanguEmbedded",
+    "architectures": ["PanguEmbeddedForCausalLM"],
+    "bias": True,
+}
+PHI3 = _COMMON | {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3],
+        "long_factor": [1.2, 2.0, 5.0],
+    },
+    "sliding_window": None,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+GEMMA3 = {k: v for k, v in _COMMON.items() if k != "hidden_act"} | {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 20,
+    "rope_local_base_freq": 100.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 24,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+}
+CONFIGS = {
+    config["model_type"]: config
+    for config in (LLAMA, QWEN2, QWEN3, MISTRAL, OPENPANGU, PHI3, GEMMA3)
+}
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights large enough that greedy text is varied, in BF16."""
+    """Weights large enough that greedy text is varied, in BF16, by the family's own names."""
     generator = torch.Generator().manual_seed(seed)
+    shape = parse_config(config)
 
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).bfloat16()
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*size, generator=generator) * scale).bfloat16()
 
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    width = config["num_attention_heads"] * config["head_dim"]
-    kv_width = config["num_key_value_heads"] * config["head_dim"]
+    def norm(size: int) -> torch.Tensor:
+        weight = 1 + 0.1 * torch.randn(size, generator=generator)
+        return (weight - shape.norm_offset).bfloat16()
+
+    hidden = config["hidden_size"]
     tensors = {
-        "model.embed_tokens.weight": normal(config["vocab_size"], hidden),
-        "model.norm.weight": (1 + 0.1 * torch.randn(hidden, generator=generator)).bfloat16(),
+        EMBEDDING: normal(config["vocab_size"], hidden, scale=1 / shape.embedding_scale),
+        FINAL_NORM: norm(hidden),
     }
     if not config["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = normal(config["vocab_size"], hidden, scale=0.3)
+        tensors[HEAD] = normal(config["vocab_size"], hidden, scale=0.3)
+    sizes = stored_shapes(shape)
     for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        shapes = {
-            "self_attn.q_proj": (width, hidden),
-            "self_attn.k_proj": (kv_width, hidden),
-            "self_attn.v_proj": (kv_width, hidden),
-            "self_attn.o_proj": (hidden, width),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-        for name, shape in shapes.items():
-            tensors[f"{prefix}.{name}.weight"] = normal(*shape, scale=1.5 * shape[1] ** -0.5)
-            if config["model_type"] == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")):
-                tensors[f"{prefix}.{name}.bias"] = normal(shape[0], scale=0.5)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            weight = 1 + 0.1 * torch.randn(hidden, generator=generator)
-            tensors[f"{prefix}.{norm}.weight"] = weight.bfloat16()
+        made = {}
+        for name in [name for name in sizes if "_proj." in name]:
+            scale = 0.5 if name.endswith(".bias") else 1.5 * sizes[name][1] ** -0.5
+            made[name] = normal(*sizes[name], scale=scale)
+        made |= {name: norm(*size) for name, size in sizes.items() if name not in made}
+        tensors |= {f"{layer_prefix(layer)}{name}": tensor for name, tensor in made.items()}
     return tensors
 
 

@@ -32,11 +32,12 @@ class SequenceCache:
 class KVCache:
     """K and V of all layers for all sequences."""
 
-    def __init__(self, backend: Backend, spec: AttentionSpec, layers: int, tokens: int) -> None:
+    def __init__(self, backend: Backend, specs: Sequence[AttentionSpec], tokens: int) -> None:
+        """`specs`: one for each layer."""
         self.backend = backend
-        self.spec = spec
+        self.specs = list(specs)
         self.blocks = self._blocks_for(tokens)
-        self.layers: list[Buffer] = [backend.new_cache(spec, self.blocks) for _ in range(layers)]
+        self.layers: list[Buffer] = [backend.new_cache(spec, self.blocks) for spec in specs]
         self._free = list(range(self.blocks - 1, -1, -1))
 
     def _blocks_for(self, tokens: int) -> int:
@@ -71,8 +72,8 @@ class KVCache:
         moved = [(start + node, start + i) for i, node in enumerate(nodes) if node != i]
         if moved:
             source, target = torch.tensor(moved, dtype=torch.int32).T.contiguous()
-            for layer in self.layers:
-                self.backend.move(self.spec, layer, sequence.table, source, target)
+            for spec, layer in zip(self.specs, self.layers, strict=True):
+                self.backend.move(spec, layer, sequence.table, source, target)
         sequence.length = start + len(nodes)
 
     def check_integrity(self) -> None:

@@ -9,8 +9,8 @@ import tiny
 from quasar.checkpoints import open_checkpoint
 from quasar.kernels.reference import rms_norm
 from quasar.models.families import parse_config
-from quasar.models.layer import FloatLinear, Layer
-from quasar.models.tensors import EMBEDDING, FINAL_NORM, INPUT_NORM, LINEARS, POST_NORM, head_rows
+from quasar.models.layer import FloatLinear, Layer, embedded
+from quasar.models.tensors import EMBEDDING, final_norm, head_rows, read_linears, read_norms
 from quasar.quantization.pipeline import quantize
 from quasar.quantization.simulation import Int8Linear
 from quasar.quantization.weights import dequantize
@@ -26,13 +26,13 @@ def folder_logits(folder, linear):
     """The logits of a quantised folder; `linear` makes a product of an Int8Weight."""
     checkpoint = open_checkpoint(folder)
     config = parse_config(checkpoint.config)
-    hidden = checkpoint.tensor(EMBEDDING)[TOKENS].float()
+    hidden = embedded(checkpoint.tensor(EMBEDDING), TOKENS, config)
     for index in range(config.layers):
-        prefix = f"model.layers.{index}."
-        norms = {n: checkpoint.tensor(prefix + n).float() for n in (INPUT_NORM, POST_NORM)}
-        linears = {name: linear(checkpoint.linear(prefix + name)) for name in LINEARS}
-        hidden = Layer(config, norms, linears)(hidden)
-    normed = rms_norm(hidden, checkpoint.tensor(FINAL_NORM).float(), config.rms_norm_eps)
+        norms = read_norms(checkpoint, config, index)
+        linears = read_linears(checkpoint, config, index)
+        products = {name: linear(weight) for name, weight in linears.items()}
+        hidden = Layer(config, index, norms, products)(hidden)
+    normed = rms_norm(hidden, final_norm(checkpoint, config), config.rms_norm_eps)
     return normed @ head_rows(checkpoint, config).float().t()
 
 

@@ -57,7 +57,7 @@ def observed(config, tensors):
     """A layer's outputs for one random sequence, and the maxima of its inputs."""
     hidden = torch.randn(30, config.hidden_size, generator=torch.Generator().manual_seed(8))
     maxima = ChannelMaxima()
-    return Layer(config, tensors)(hidden, maxima), maxima
+    return Layer(config, 0, tensors)(hidden, maxima), maxima
 
 
 CONFIGS = [make_config(bias, kv) for bias in (False, True) for kv in (1, 2, 4)]

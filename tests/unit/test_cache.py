@@ -11,7 +11,7 @@ SPEC = AttentionSpec(2, 1, 4, 0.5, torch.ones(256, 2), torch.zeros(256, 2))
 
 
 def make(tokens):
-    return KVCache(ReferenceBackend(), SPEC, 2, tokens)
+    return KVCache(ReferenceBackend(), [SPEC] * 2, tokens)
 
 
 def test_blocks_are_reserved_and_returned():

@@ -18,56 +18,26 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from quasar.checkpoints.architectures import CONFIG_KEYS, GLOBAL_NAMES, architecture
 from quasar.checkpoints.base import SERIAL, Checkpoint, to_bfloat16
 from quasar.checkpoints.gguf_file import GgufFile, TensorInfo
 from quasar.checkpoints.mapping import MappedFile
 from quasar.errors import CheckpointError
 
-INTERLEAVED_ROPE = frozenset({"llama"})
-"""Architectures whose q and k rows the converter interleaved: row 2i+h of a head was i + h*D/2."""
-
-_CONFIG_KEYS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "rope.freq_base": "rope_theta",
-    "vocab_size": "vocab_size",
-}
 _SCALING_KEYS = {
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.finetuned": "finetuned",
-    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
     "rope.scale_linear": "factor",
 }
-_INFORMATION = frozenset({"tensor_data_layout"})
+_INFORMATION = frozenset({"tensor_data_layout", "rope.scaling.finetuned"})
 """Metadata of the architecture that says nothing about the mathematics."""
+_FREQUENCIES = "rope_freqs.weight"
+_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+_MAX_FACTORS = 512
 
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _LAYER = re.compile(r"blk\.([0-9]{1,6})\.(\w+)\.(weight|bias)")
 _CHUNK = 1 << 18
 """Elements dequantised at a time. Q8_0, Q5_0, Q6_K take 2.7, 3.5, 5.7 ns an element; smaller and
@@ -85,13 +55,16 @@ class GgufCheckpoint(Checkpoint):
         self._file = GgufFile(path)
         self.files: Sequence[MappedFile] = (self._file.map,)
         metadata = self._file.metadata
-        self._architecture = metadata.get("general.architecture")
-        if not isinstance(self._architecture, str):
+        name = metadata.get("general.architecture")
+        if not isinstance(name, str):
             raise CheckpointError(f"{path}: general.architecture is missing")
+        self._prefix = f"{name}."
+        window = metadata.get(f"{name}.attention.sliding_window", 0)
+        self._architecture = architecture(name, windowed=window != 0)
         if metadata.get("split.count", 1) != 1:
             raise CheckpointError(f"{path} is one part of a split model; merge the parts first")
         self.tokenizer_metadata = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
-        self._tensors = {_translated(n): info for n, info in self._file.tensors.items()}
+        self._tensors = {self._translated(n): i for n, i in self._file.tensors.items()}
         if len(self._tensors) != len(self._file.tensors):
             raise CheckpointError(f"{path}: two tensors translate to one name")
         for kind, name in {info.kind: name for name, info in self._tensors.items()}.items():
@@ -99,7 +72,7 @@ class GgufCheckpoint(Checkpoint):
         self._drop_tied_head()
         self.config = self._translate_config(metadata)
         self.generation_config: Mapping[str, Any] = {}
-        self._names = tuple(n for n in self._tensors if n != "rope_freqs.weight")
+        self._names = tuple(n for n in self._tensors if n not in (_FREQUENCIES, *_FACTORS))
 
     def names(self) -> Sequence[str]:
         return self._names
@@ -110,6 +83,8 @@ class GgufCheckpoint(Checkpoint):
     def tensor(self, name: str) -> Tensor:
         info = self._info(name)
         tensor = self._uninterleaved(name, self._dequantised(info))
+        if self._architecture.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor.float() - self._architecture.norm_offset
         return to_bfloat16(tensor, f"{self.path}: tensor {name!r}")
 
     def _info(self, name: str) -> TensorInfo:
@@ -137,7 +112,7 @@ class GgufCheckpoint(Checkpoint):
         """Rows of q and k back in Hugging Face's order (halves), for the weight and the bias."""
         module = name.rpartition(".")[0]
         rotated = module.endswith((".q_proj", ".k_proj"))
-        if not rotated or self._architecture not in INTERLEAVED_ROPE:
+        if not rotated or not self._architecture.interleaved:
             return tensor
         key = "num_attention_heads" if module.endswith(".q_proj") else "num_key_value_heads"
         heads = self.config.get(key, self.config.get("num_attention_heads"))
@@ -158,26 +133,28 @@ class GgufCheckpoint(Checkpoint):
             self.release()
 
     def _translate_config(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        config: dict[str, Any] = {"model_type": self._architecture}
+        known = self._architecture
+        keys = {**CONFIG_KEYS, **known.keys}
+        config: dict[str, Any] = {
+            "model_type": known.model_type,
+            "architectures": [known.model_class],
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+        }
         scaling: dict[str, Any] = {}
-        prefix = f"{self._architecture}."
         for key, value in metadata.items():
-            name = key.removeprefix(prefix)
+            name = key.removeprefix(self._prefix)
             if name == key or name in _INFORMATION:
                 continue
             if name in _SCALING_KEYS:
                 scaling[_SCALING_KEYS[name]] = value
             else:
-                config[_CONFIG_KEYS.get(name, key)] = value
-        if "rope_freqs.weight" in self._tensors:
-            scaling["rope_type"] = "llama3"
-        if scaling.get("rope_type", "none") != "none" or "factor" in scaling:
-            config["rope_scaling"] = scaling
-        config["tie_word_embeddings"] = "lm_head.weight" not in self._tensors
-        self._settle(config, prefix)
+                config[keys.get(name, key)] = value
+        self._settle(config)
+        self._settle_window(config)
+        self._settle_rope(config, scaling)
         return config
 
-    def _settle(self, config: dict[str, Any], prefix: str) -> None:
+    def _settle(self, config: dict[str, Any]) -> None:
         """Keys that only repeat what is known otherwise, or are implied by it, leave the config."""
         embedding = self._tensors.get("model.embed_tokens.weight")
         rows = None if embedding is None else embedding.shape[0]
@@ -186,26 +163,88 @@ class GgufCheckpoint(Checkpoint):
                 f"{self.path}: vocab_size is {config['vocab_size']!r}, but the embedding has "
                 f"{rows} rows"
             )
-        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-        head_dim = config.get("head_dim")
-        if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:
-            head_dim = hidden // heads
-        if self._architecture == "llama":
-            layer = "model.layers.0."
-            config["attention_bias"] = f"{layer}self_attn.q_proj.bias" in self._tensors
-            config["mlp_bias"] = f"{layer}mlp.up_proj.bias" in self._tensors
-        for name in ("rope.dimension_count", "attention.value_length"):
-            if config.get(prefix + name, ...) == head_dim:
-                del config[prefix + name]
+        layer = "model.layers.0."
+        if self._architecture.bias_key:
+            config[self._architecture.bias_key] = f"{layer}self_attn.q_proj.bias" in self._tensors
+        if f"{layer}mlp.up_proj.bias" in self._tensors:
+            config["mlp_bias"] = True
+        value_length = self._prefix + "attention.value_length"
+        if config.get(value_length, ...) == _head_dim(config):
+            del config[value_length]
         for name in ("expert_count", "expert_used_count"):
-            if config.get(prefix + name) == 0:
-                del config[prefix + name]
-        if config.get("sliding_window") == 0:
-            del config["sliding_window"]
-        elif "sliding_window" in config:
-            config["use_sliding_window"] = True
+            if config.get(self._prefix + name) == 0:
+                del config[self._prefix + name]
+
+    def _settle_window(self, config: dict[str, Any]) -> None:
+        """Zero is no window; what Gemma's files leave out is what llama.cpp takes for granted."""
+        for key in ("sliding_window", f"{self._prefix}attention.sliding_window"):
+            if config.get(key) == 0:
+                del config[key]
+        pattern = config.get("sliding_window_pattern")
+        if isinstance(pattern, list):
+            del config["sliding_window_pattern"]
+            config["layer_types"] = [_KINDS.get(local, local) for local in pattern]
+        if self._architecture.model_type == "gemma3_text":
+            # Only the model of 62 layers scales by the hidden size instead of the head.
+            hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+            large = config.get("num_hidden_layers") == 62
+            if large and type(hidden) is int and type(heads) is int and heads > 0:
+                config["query_pre_attn_scalar"] = hidden // heads
+            else:
+                config["query_pre_attn_scalar"] = _head_dim(config)
+
+    def _settle_rope(self, config: dict[str, Any], scaling: dict[str, Any]) -> None:
+        """Rotated dimensions, and scaling from metadata and from tensors of divisors."""
+        dims, head_dim = config.pop(f"{self._prefix}rope.dimension_count", None), _head_dim(config)
+        if dims is not None and dims != head_dim:
+            config["partial_rotary_factor"] = self._share(dims, head_dim)
+        divisors = [self._divisors(name) for name in _FACTORS if name in self._tensors]
+        if _FREQUENCIES in self._tensors:
+            divisors = [self._divisors(_FREQUENCIES)] * 2
+        if divisors:
+            # Llama 3's divisors do not depend on the context: LongRoPE with one set for both.
+            if scaling.setdefault("rope_type", "longrope") != "longrope" or len(divisors) != 2:
+                raise CheckpointError(
+                    f"{self.path}: tensors of rope factors do not fit rope.scaling {scaling}"
+                )
+            scaling["short_factor"], scaling["long_factor"] = divisors
+            attention = config.pop(f"{self._prefix}rope.scaling.attn_factor", 1.0)
+            scaling["attention_factor"] = attention
+        elif "factor" in scaling:
+            scaling.setdefault("rope_type", "linear")
+        if scaling.get("rope_type", "none") != "none":
+            config["rope_scaling"] = scaling
+
+    def _share(self, dims: Any, head_dim: Any) -> float:
+        """A fraction of head_dim whose product, rounded down, is `dims` again."""
+        if type(dims) is not int or type(head_dim) is not int or not 0 < dims < head_dim:
+            raise CheckpointError(f"{self.path}: rope.dimension_count {dims!r} of {head_dim!r}")
+        share = dims / head_dim
+        return share if int(head_dim * share) == dims else math.nextafter(share, 2.0)
+
+    def _divisors(self, name: str) -> list[float]:
+        """A tensor of divisors of the rotary frequencies."""
+        info = self._info(name)
+        if info.kind != GGMLQuantizationType.F32 or len(info.shape) != 1:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is not a vector of F32")
+        if info.shape[0] > _MAX_FACTORS:
+            raise CheckpointError(f"{self.path}: tensor {name!r} has {info.shape[0]} values")
+        values: list[float] = self._dequantised(info).tolist()
+        return values
+
+    def _translated(self, name: str) -> str:
+        """Hugging Face's name of a tensor; a name without a translation stays as it is."""
+        stem, _, kind = name.rpartition(".")
+        if stem in GLOBAL_NAMES:
+            return f"{GLOBAL_NAMES[stem]}.{kind}"
+        match = _LAYER.fullmatch(name)
+        found = None if match is None else self._architecture.layer_name(match[2])
+        if match is None or found is None:
+            return name
+        return f"model.layers.{int(match[1])}.{found}.{match[3]}"
 
 
+_KINDS = {True: "sliding_attention", False: "full_attention"}
 _PLAIN = {
     GGMLQuantizationType.F64: torch.float64,
     GGMLQuantizationType.F32: torch.float32,
@@ -228,12 +267,9 @@ def _check_kind(kind: GGMLQuantizationType, where: str) -> None:
         raise CheckpointError(f"{where} has type {kind.name}, which cannot be read") from None
 
 
-def _translated(name: str) -> str:
-    """Hugging Face's name of a GGUF tensor; a name without a translation stays as it is."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _GLOBAL_NAMES:
-        return f"{_GLOBAL_NAMES[stem]}.{kind}"
-    match = _LAYER.fullmatch(name)
-    if match is None or match[2] not in _LAYER_NAMES:
-        return name
-    return f"model.layers.{int(match[1])}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+def _head_dim(config: Mapping[str, Any]) -> Any:
+    """`head_dim`, or what stands for it where the file does not say; None if it cannot be known."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if "head_dim" in config or type(hidden) is not int or type(heads) is not int or heads < 1:
+        return config.get("head_dim")
+    return hidden // heads

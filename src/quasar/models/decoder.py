@@ -6,7 +6,7 @@ It knows buffers and packed linears, not formats, sampling or drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -27,14 +27,20 @@ from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.rotary import rotary_tables
 from quasar.models.tensors import (
+    DOWN_NORM,
     EMBEDDING,
-    FINAL_NORM,
+    GROUPS,
     INPUT_NORM,
-    LINEARS,
+    K_NORM,
+    O_NORM,
     POST_NORM,
+    Q_NORM,
     check_model,
+    final_norm,
     head_rows,
     layer_prefix,
+    read_linears,
+    read_norms,
 )
 
 
@@ -46,6 +52,12 @@ class DecoderLayer:
     post_norm: Buffer
     gate_up: PackedLinear
     down: PackedLinear
+    q_norm: Tensor | None = None
+    """[head_dim] fp32, as k_norm."""
+    k_norm: Tensor | None = None
+    o_norm: Buffer | None = None
+    """Norm of what `o` gives, before it joins the residual stream; so for `down`."""
+    down_norm: Buffer | None = None
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -60,6 +72,8 @@ class Workspace:
     qkv: Buffer
     attention: Buffer
     hidden: Buffer
+    y: Buffer
+    """What a sublayer gives, where a norm stands before the residual stream."""
 
     @classmethod
     def of(cls, config: ModelConfig, rows: int) -> Workspace:
@@ -68,6 +82,7 @@ class Workspace:
             Buffer.empty(rows, (config.heads + 2 * config.kv_heads) * config.head_dim),
             Buffer.empty(rows, config.heads * config.head_dim),
             Buffer.empty(rows, config.intermediate_size),
+            Buffer.empty(rows if config.output_norms else 0, config.hidden_size),
         )
 
     @property
@@ -94,18 +109,18 @@ class Decoder:
         """[vocabulary, hidden] bf16, mapped from the file where the format allows."""
         self.final_norm = final_norm
         self.head = head
-        self._specs: dict[int, AttentionSpec] = {}
+        self._specs: dict[int, list[AttentionSpec]] = {}
         self._workspace = Workspace.of(config, 64)
         self._logits = Buffer.empty(8, head.out_features)
 
     def new_cache(self, tokens: int) -> KVCache:
-        return KVCache(self.backend, self._spec(tokens), len(self.layers), tokens)
+        return KVCache(self.backend, self._specs_for(tokens), tokens)
 
-    def _spec(self, tokens: int) -> AttentionSpec:
+    def _specs_for(self, tokens: int) -> list[AttentionSpec]:
         """Rotary tables for at least `tokens` positions: a model may promise millions."""
         positions = min(1 << max(tokens - 1, 1).bit_length(), self.config.context_length)
         if positions not in self._specs:
-            self._specs[positions] = attention_spec(self.config, positions)
+            self._specs[positions] = attention_specs(self.config, self.layers, positions)
         return self._specs[positions]
 
     def run(
@@ -127,21 +142,34 @@ class Decoder:
             backend.linear_add,
             backend.attend,
         )
-        space, spec, storage = self._workspace, cache.spec, cache.layers
-        x, qkv, attention, inner = space.x, space.qkv, space.attention, space.hidden
-        x.tensor[:rows] = self.embedding[batch.tokens]
+        space, specs, storage = self._workspace, cache.specs, cache.layers
+        x, qkv, attention, inner, y = space.x, space.qkv, space.attention, space.hidden, space.y
+        self._embed(batch.tokens, x.tensor[:rows])
         bound = backend.bind(batch)
         states = {}
         for index in range(len(self.layers)) if layers is None else layers:
             layer = self.layers[index]
             norm_linear(rows, x, layer.input_norm, eps, layer.qkv, qkv)
-            attend(bound, qkv, spec, storage[index], attention)
-            linear_add(rows, attention, layer.o, x)
+            attend(bound, qkv, specs[index], storage[index], attention)
+            if layer.o_norm is None:
+                linear_add(rows, attention, layer.o, x)
+            else:
+                backend.linear(rows, attention, layer.o, y)
+                backend.norm_add(rows, y, layer.o_norm, eps, x)
             norm_gated(rows, x, layer.post_norm, eps, layer.gate_up, inner)
-            linear_add(rows, inner, layer.down, x)
+            if layer.down_norm is None:
+                linear_add(rows, inner, layer.down, x)
+            else:
+                backend.linear(rows, inner, layer.down, y)
+                backend.norm_add(rows, y, layer.down_norm, eps, x)
             if index in hidden:
                 states[index] = x.tensor[:rows].clone()
         return x, [states[index] for index in hidden]
+
+    def _embed(self, tokens: Tensor, out: Tensor) -> None:
+        out[:] = self.embedding[tokens]
+        if self.config.embedding_scale != 1.0:
+            out *= self.config.embedding_scale
 
     def logits(self, x: Buffer, rows: int, selected: Tensor | None = None) -> Buffer:
         """Final norm and head of the first `rows` rows, or the `selected` ones: [rows, vocab]."""
@@ -161,10 +189,27 @@ class Decoder:
         )
 
 
-def attention_spec(config: ModelConfig, positions: int) -> AttentionSpec:
-    cos, sin = rotary_tables(config, positions)
-    scale = config.head_dim**-0.5
-    return AttentionSpec(config.heads, config.kv_heads, config.head_dim, scale, cos, sin)
+def attention_specs(
+    config: ModelConfig, layers: Sequence[DecoderLayer], positions: int
+) -> list[AttentionSpec]:
+    """One for each layer; layers of one kind share the rotary tables, if not the whole spec."""
+    shape = (config.heads, config.kv_heads, config.head_dim, config.score_scale)
+    windows = [config.window(index) for index in range(len(layers))]
+    plain = {
+        window: AttentionSpec(*shape, *rotary_tables(config, positions, window), window)
+        for window in set(windows)
+    }
+    if not config.qk_norm:
+        return [plain[window] for window in windows]
+    return [
+        replace(
+            plain[window],
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=config.rms_norm_eps,
+        )
+        for window, layer in zip(windows, layers, strict=True)
+    ]
 
 
 def load_decoder(
@@ -181,7 +226,7 @@ def load_decoder(
     check_model(checkpoint, config)
     layers = []
     for index in range(config.layers):
-        layers.append(_load_layer(checkpoint, layer_prefix(index), backend))
+        layers.append(_load_layer(checkpoint, config, index, backend))
         checkpoint.release()
     trim_heap()
     embedding = checkpoint.tensor(EMBEDDING)
@@ -189,27 +234,37 @@ def load_decoder(
     head_weight = head(head_rows(checkpoint, config))
     checkpoint.release()
     packed_head = backend.pack(head_weight)
-    final_norm = _norm(checkpoint, FINAL_NORM)
+    norm = _row(final_norm(checkpoint, config))
     checkpoint.release()
-    return Decoder(config, backend, layers, embedding, final_norm, packed_head)
+    return Decoder(config, backend, layers, embedding, norm, packed_head)
 
 
-def _load_layer(checkpoint: Checkpoint, prefix: str, backend: Backend) -> DecoderLayer:
-    q, k, v, o, gate, up, down = (checkpoint.linear(prefix + name) for name in LINEARS)
-    for group in ((q, k, v), (gate, up)):
-        if len({type(weight) for weight in group}) > 1:
+def _load_layer(
+    checkpoint: Checkpoint, config: ModelConfig, index: int, backend: Backend
+) -> DecoderLayer:
+    linears, norms = read_linears(checkpoint, config, index), read_norms(checkpoint, config, index)
+    groups = {group: tuple(linears[name] for name in names) for group, names in GROUPS.items()}
+    for weights in groups.values():
+        if len({type(weight) for weight in weights}) > 1:
             raise CheckpointError(
-                f"{checkpoint.path}: {prefix}: linears with one input must share one precision"
+                f"{checkpoint.path}: {layer_prefix(index)}: linears with one input must share "
+                "one precision"
             )
+    rows = {name: _row(norms[name]) for name in norms}
+    activation = () if config.activation == "silu" else (config.activation,)
     return DecoderLayer(
-        input_norm=_norm(checkpoint, prefix + INPUT_NORM),
-        qkv=backend.pack(concatenate((q, k, v))),
-        o=backend.pack(o),
-        post_norm=_norm(checkpoint, prefix + POST_NORM),
-        gate_up=backend.pack_gated(gate, up),
-        down=backend.pack(down),
+        input_norm=rows[INPUT_NORM],
+        qkv=backend.pack(concatenate(groups["qkv"])),
+        o=backend.pack(*groups["o"]),
+        post_norm=rows[POST_NORM],
+        gate_up=backend.pack_gated(*groups["gate_up"], *activation),
+        down=backend.pack(*groups["down"]),
+        q_norm=norms.get(Q_NORM),
+        k_norm=norms.get(K_NORM),
+        o_norm=rows.get(O_NORM),
+        down_norm=rows.get(DOWN_NORM),
     )
 
 
-def _norm(checkpoint: Checkpoint, name: str) -> Buffer:
-    return Buffer.of(checkpoint.tensor(name).float()[None].contiguous())
+def _row(norm: Tensor) -> Buffer:
+    return Buffer.of(norm[None].contiguous())

@@ -21,7 +21,15 @@ from quasar.errors import CheckpointError, UsageError
 from quasar.memory import peak_memory, trim_heap
 from quasar.models.families import parse_config
 from quasar.models.layer import LayerTensors, read_layer
-from quasar.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_model, head_rows, layer_prefix
+from quasar.models.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    check_model,
+    final_norm,
+    head_rows,
+    layer_prefix,
+)
 from quasar.quantization.calibrate import SEQUENCE_TOKENS, calibration_text
 from quasar.quantization.report import REPORT_FILE, Report
 from quasar.quantization.smooth import SMOOTHERS
@@ -106,7 +114,7 @@ class _Run:
             trial = Trial(self.config, self.options.smooth, self.text, table, pool)
             del table
             self._write(writer, "layers", trial.advance)
-            norm = self.checkpoint.tensor(FINAL_NORM).float()
+            norm = final_norm(self.checkpoint, self.config)
             head = head_rows(self.checkpoint, self.config)
             result = trial.result(norm, head, partial(self.progress, "measuring"))
         self._check_finite(result)
@@ -134,15 +142,14 @@ class _Run:
         self,
         writer: CheckpointWriter,
         stage: str,
-        quantize_layer: Callable[[str, LayerTensors], QuantizedLayer],
+        quantize_layer: Callable[[int, LayerTensors], QuantizedLayer],
     ) -> None:
         layers = self.config.layers
         for index in range(layers):
             self.progress(stage, index, layers)
-            prefix = layer_prefix(index)
-            layer = quantize_layer(prefix, read_layer(self.checkpoint, self.config, index))
-            for name, tensor in layer.stored():
-                writer.add(prefix + name, tensor)
+            layer = quantize_layer(index, read_layer(self.checkpoint, self.config, index))
+            for name, tensor in layer.stored(self.config):
+                writer.add(layer_prefix(index) + name, tensor)
             self.checkpoint.release()
             trim_heap()
         self.progress(stage, layers, layers)

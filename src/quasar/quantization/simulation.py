@@ -38,9 +38,9 @@ class Int8Linear:
         return product if self.weight.bias is None else product + self.weight.bias
 
 
-def simulated(config: ModelConfig, layer: QuantizedLayer) -> Layer:
+def simulated(config: ModelConfig, index: int, layer: QuantizedLayer) -> Layer:
     """The layer as a W8A8 verifier computes it, but for the rounding of K and V in its cache."""
-    return Layer(config, layer.norms, {n: Int8Linear(w) for n, w in layer.linears.items()})
+    return Layer(config, index, layer.norms, {n: Int8Linear(w) for n, w in layer.linears.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
-from quasar.models.tensors import GROUPS, INPUT_NORM, POST_NORM
+from quasar.models.tensors import GROUPS, INPUT_NORM, POST_NORM, storable_norm
 
 ALPHA = 0.5
 """Share of the difficulty that moves to the weights; the paper's default."""
@@ -98,7 +98,7 @@ def fold(tensors: LayerTensors, scales: Scales, config: ModelConfig) -> tuple[La
     folded, realised = dict(tensors), dict(scales)
     for group, norm in (("qkv", INPUT_NORM), ("gate_up", POST_NORM)):
         if group in scales:
-            folded[norm], realised[group] = divide_norm(tensors[norm], scales[group])
+            folded[norm], realised[group] = divide_norm(tensors[norm], scales[group], config)
     for linear, scale in output_scales(scales, config).items():
         _divide_rows(folded, linear, scale)
     for group, scale in realised.items():
@@ -119,12 +119,12 @@ def output_scales(scales: Scales, config: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-def divide_norm(norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """norm / scale rounded to BF16, and the quotient that this rounding realises.
+def divide_norm(norm: Tensor, scale: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """norm / scale rounded to what a file can hold, and the quotient that this rounding realises.
 
     Where the rounded weight is zero the channel is dead, or would die: it stays as it was.
     """
-    rounded = (norm / scale).bfloat16().float()
+    rounded = storable_norm(norm / scale, config)
     rounded = torch.where(rounded == 0, norm, rounded)
     return rounded, torch.where(norm == 0, torch.ones_like(norm), norm / rounded)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from quasar.kernels.reference import rms_norm
 from quasar.models.config import ModelConfig
-from quasar.models.layer import Layer, LayerTensors, Observer, unobserved
-from quasar.models.tensors import GROUPS
+from quasar.models.layer import Layer, LayerTensors, Observer, embedded, unobserved
+from quasar.models.tensors import GROUPS, layer_prefix
 from quasar.quantization.calibrate import CalibrationText, ChannelMaxima, SampledRows
 from quasar.quantization.simulation import Fidelity, Int8Linear, compare, simulated
 from quasar.quantization.smooth import SMOOTHERS, Scales, fold, output_scales
@@ -86,15 +86,15 @@ class Trial:
         """table [vocab, hidden] bf16: the embedding."""
         self.config, self.workers = config, workers
         self.smoother = SMOOTHERS[smooth]
-        self.calibration = [table[ids].float() for ids in text.calibration]
-        self.bf16 = [table[ids].float() for ids in text.held_out]
+        self.calibration = [embedded(table, ids, config) for ids in text.calibration]
+        self.bf16 = [embedded(table, ids, config) for ids in text.held_out]
         self.recipe, self.rtn = list(self.bf16), list(self.bf16)
         self.targets = torch.cat([ids[1:] for ids in text.held_out])
         self.errors: list[LinearError] = []
 
-    def advance(self, prefix: str, tensors: LayerTensors) -> QuantizedLayer:
+    def advance(self, index: int, tensors: LayerTensors) -> QuantizedLayer:
         """Move every text through one layer; gives the layer as the recipe quantises it."""
-        layer = Layer(self.config, tensors)
+        layer = Layer(self.config, index, tensors)
         maxima = self._move(self.calibration, layer, ChannelMaxima)
         rows = self._move(self.bf16, layer, SampledRows)
         absmax = {g: torch.stack([part[g] for part in maxima]).amax(dim=0) for g in GROUPS}
@@ -103,12 +103,12 @@ class Trial:
         folded, scales = fold(tensors, self.smoother(tensors, absmax, self.config), self.config)
         quantized = QuantizedLayer.round(folded) if scales else plain
         for states, arm in ((self.rtn, plain), (self.recipe, quantized)):
-            self._move(states, simulated(self.config, arm), lambda: unobserved)
+            self._move(states, simulated(self.config, index, arm), lambda: unobserved)
         recipe = relative_errors(tensors, quantized, scales, sample, self.config)
         rtn = relative_errors(tensors, plain, {}, sample, self.config)
         smoothed = {name for group in scales for name in GROUPS[group]}
         self.errors += [
-            LinearError(prefix + name, name in smoothed, recipe[name], rtn[name]) for name in rtn
+            LinearError(layer_prefix(index) + name, name in smoothed, recipe[name], rtn[name]) for name in rtn
         ]
         return quantized
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from quasar.kernels.base import Int8Weight
+from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
-from quasar.models.tensors import INPUT_NORM, LINEARS, POST_NORM
+from quasar.models.tensors import LINEARS, stored_linears, stored_norms
 
 HEAD_CHUNK_ROWS = 4096
 """Rows of a head that are held in fp32 at a time: 16 MB at 1024 columns."""
@@ -48,25 +49,25 @@ class QuantizedLayer:
     """A layer whose linears are INT8."""
 
     norms: Mapping[str, Tensor]
-    """The two norm weights, fp32 holding BF16 values."""
+    """Norm weights as they multiply, fp32."""
     linears: Mapping[str, Int8Weight]
 
     @classmethod
     def round(cls, tensors: LayerTensors) -> QuantizedLayer:
         """Round-to-nearest of all linears."""
         return cls(
-            {name: tensors[name] for name in (INPUT_NORM, POST_NORM)},
+            {name: tensors[name] for name in tensors if name.endswith("norm.weight")},
             {
                 name: round_to_nearest(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
                 for name in LINEARS
             },
         )
 
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors in the compressed-tensors layout `int-quantized`."""
-        for name, norm in self.norms.items():
-            yield name, norm.bfloat16()
-        for name, weight in self.linears.items():
+    def stored(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+        """The family's names and tensors in the compressed-tensors layout `int-quantized`."""
+        yield from stored_norms(self.norms, config).items()
+        for name, weight in stored_linears(self.linears, config).items():
+            assert isinstance(weight, Int8Weight)
             yield f"{name}.weight", weight.codes
             yield f"{name}.weight_scale", weight.scale[:, None]
             if weight.bias is not None:

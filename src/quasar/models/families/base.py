@@ -5,11 +5,11 @@ A key nobody looked at may change the mathematics, so `ConfigReader.finish` refu
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from quasar.errors import CheckpointError
+from quasar.models.families.rope import MAX_CONTEXT, Rope, RopeReader
 
 HARMLESS = frozenset(
     {
@@ -19,6 +19,7 @@ HARMLESS = frozenset(
         "attention_dropout",
         "auto_map",
         "bos_token_id",
+        "cache_implementation",
         "dtype",
         "eos_token_id",
         "id2label",
@@ -45,7 +46,6 @@ HARMLESS = frozenset(
 
 _REQUIRED: Any = object()
 _MAX_HEAD_DIM = 1024
-_MAX_CONTEXT = 1 << 24
 
 
 class Sizes(TypedDict):
@@ -58,7 +58,6 @@ class Sizes(TypedDict):
     kv_heads: int
     head_dim: int
     vocab_size: int
-    context_length: int
 
 
 class ConfigReader:
@@ -68,11 +67,11 @@ class ConfigReader:
         self._config = config
         self._read: set[str] = set()
 
-    def integer(self, key: str, most: int, default: Any = _REQUIRED) -> int:
-        """An integer in 1..most."""
+    def integer(self, key: str, most: int, default: Any = _REQUIRED, least: int = 1) -> int:
+        """An integer in least..most."""
         value = self._get(key, default)
-        if type(value) is not int or not 1 <= value <= most:
-            raise CheckpointError(f"config: {key}={value!r} is not an integer in 1..{most}")
+        if type(value) is not int or not least <= value <= most:
+            raise CheckpointError(f"config: {key}={value!r} is not an integer in {least}..{most}")
         return value
 
     def number(self, key: str, above: float, below: float, default: Any = _REQUIRED) -> float:
@@ -88,6 +87,10 @@ class ConfigReader:
             raise CheckpointError(f"config: {key}={value!r} is not true or false")
         return value
 
+    def optional(self, key: str) -> Any:
+        """The value, not checked; None where the key is absent."""
+        return self._get(key, None)
+
     def exactly(self, key: str, *allowed: Any) -> None:
         """A key that may be absent, else must have one of the values that change nothing."""
         value = self._get(key, allowed[0])
@@ -98,24 +101,15 @@ class ConfigReader:
         """Keys without effect given what was read before."""
         self._read.update(keys)
 
-    def sizes(self) -> Sizes:
-        """All sizes, checked against each other."""
+    def sizes(self, head_dim: int | None = None, kv_heads: int | None = None) -> Sizes:
+        """All sizes, checked against each other; the arguments are the family's own defaults."""
         hidden = self.integer("hidden_size", 1 << 20)
         heads = self.integer("num_attention_heads", 1 << 12)
-        kv_heads = self.integer("num_key_value_heads", heads, heads)
+        kv_heads = self.integer("num_key_value_heads", heads, kv_heads or heads)
         if heads % kv_heads:
             raise CheckpointError(
                 f"config: num_attention_heads={heads} is no multiple of "
                 f"num_key_value_heads={kv_heads}"
-            )
-        if self._config.get("head_dim") is None and hidden % heads:
-            raise CheckpointError(
-                f"config: hidden_size={hidden} is no multiple of num_attention_heads={heads}"
-            )
-        head_dim = self.integer("head_dim", _MAX_HEAD_DIM, hidden // heads)
-        if head_dim % 2:
-            raise CheckpointError(
-                f"config: head_dim={head_dim} is odd, rotary embedding needs pairs"
             )
         return {
             "hidden_size": hidden,
@@ -123,38 +117,70 @@ class ConfigReader:
             "layers": self.integer("num_hidden_layers", 1 << 10),
             "heads": heads,
             "kv_heads": kv_heads,
-            "head_dim": head_dim,
+            "head_dim": self._head_dim(hidden, heads, head_dim),
             "vocab_size": self.integer("vocab_size", 1 << 24),
-            "context_length": self.integer("max_position_embeddings", _MAX_CONTEXT),
         }
 
-    def rope_theta(self, default: float) -> float:
-        """Base of a plain rotary embedding, from either spelling; every scaling is refused."""
-        theta = _theta("rope_theta", self._get("rope_theta", default))
-        for key in ("rope_scaling", "rope_parameters"):
-            rope = self._get(key, None)
-            if rope is None:
-                continue
-            if not isinstance(rope, Mapping):
-                raise CheckpointError(f"config: {key}={rope!r} is not an object")
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            if kind not in ("default", None):
-                raise CheckpointError(f"config: {key} of type {kind!r} is not supported")
-            theta = self._merged_theta(key, rope, theta)
-        return theta
-
-    def _merged_theta(self, key: str, rope: Mapping[str, Any], theta: float) -> float:
-        unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta"})
-        if unknown:
-            raise CheckpointError(f"config: {key}.{unknown[0]!r} is not supported")
-        if "rope_theta" not in rope:
-            return theta
-        found = _theta(f"{key}.rope_theta", rope["rope_theta"])
-        if "rope_theta" in self._config and found != theta:
+    def _head_dim(self, hidden: int, heads: int, default: int | None) -> int:
+        if default is None:
+            if self._config.get("head_dim") is None and hidden % heads:
+                raise CheckpointError(
+                    f"config: hidden_size={hidden} is no multiple of num_attention_heads={heads}"
+                )
+            default = hidden // heads
+        head_dim = self.integer("head_dim", _MAX_HEAD_DIM, default)
+        if head_dim % 2:
             raise CheckpointError(
-                f"config: rope_theta={theta} contradicts {key}.rope_theta={found}"
+                f"config: head_dim={head_dim} is odd, rotary embedding needs pairs"
             )
-        return found
+        return head_dim
+
+    def rope(self, theta: float, head_dim: int, partial: bool = False) -> Rope:
+        """Rotary settings from either spelling, and the context; `theta` is the default base.
+
+        An unknown kind or key of scaling is refused, and so are heads rotated in part unless the
+        family knows them (`partial`).
+        """
+        reader = self.rope_reader(
+            {key: self.optional(key) for key in ("rope_scaling", "rope_parameters")}, head_dim
+        )
+        return reader.read(theta, partial)
+
+    def rope_reader(
+        self, parts: Mapping[str, Any], head_dim: int, theta: str = "rope_theta"
+    ) -> RopeReader:
+        """Settings in these objects and in the keys beside them; `theta` names that of the base."""
+        beside = {
+            "partial_rotary_factor": self.optional("partial_rotary_factor"),
+            "original_max_position_embeddings": self.optional("original_max_position_embeddings"),
+        }
+        context = self.integer("max_position_embeddings", MAX_CONTEXT)
+        reader = RopeReader(context, head_dim)
+        reader.add(theta, "rope_theta", self.optional(theta))
+        for where, part in {"": beside, **parts}.items():
+            reader.add_all(where, part)
+        return reader
+
+    def window(self, absent: int | None) -> int | None:
+        """`sliding_window`; null is none, an absent key stands for `absent`."""
+        if "sliding_window" not in self._config:
+            return absent
+        if self.optional("sliding_window") is None:
+            return None
+        return self.integer("sliding_window", MAX_CONTEXT)
+
+    def local_layers(self, default: Sequence[bool]) -> list[bool]:
+        """By layer whether its attention is local, from `layer_types` where the config has it."""
+        kinds = self.optional("layer_types")
+        if kinds is None:
+            return list(default)
+        known = {"full_attention": False, "sliding_attention": True}
+        if not isinstance(kinds, list) or len(kinds) != len(default):
+            raise CheckpointError(f"config: layer_types is not a list of {len(default)} names")
+        for kind in kinds:
+            if not isinstance(kind, str) or kind not in known:
+                raise CheckpointError(f"config: layer_types has {kind!r}, which is not supported")
+        return [known[kind] for kind in kinds]
 
     def finish(self) -> None:
         """Refuse keys that nobody read."""
@@ -174,10 +200,3 @@ class ConfigReader:
         if value is _REQUIRED:
             raise CheckpointError(f"config: {key} is missing")
         return value
-
-
-def _theta(key: str, value: Any) -> float:
-    """Below 1 a base would turn the higher dimensions faster than the first, not slower."""
-    if type(value) not in (int, float) or not 1 <= value <= sys.float_info.max:
-        raise CheckpointError(f"config: {key}={value!r} is not a finite number from 1 on")
-    return float(value)

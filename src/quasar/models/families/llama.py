@@ -18,11 +18,12 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     reader.exactly("mlp_bias", False)
     reader.exactly("rope_interleaved", False)
     bias = reader.flag("attention_bias", False)
+    sizes = reader.sizes()
     result = ModelConfig(
         family="llama",
-        **reader.sizes(),
+        **sizes,
+        **reader.rope(10000.0, sizes["head_dim"]),
         rms_norm_eps=reader.number("rms_norm_eps", 0.0, 1.0, 1e-6),
-        rope_theta=reader.rope_theta(10000.0),
         tied_embeddings=reader.flag("tie_word_embeddings", False),
         qkv_bias=bias,
         o_bias=bias,

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v. Full attention only."""
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quasar.models.config import ModelConfig
-from quasar.models.families.base import ConfigReader
+from quasar.models.families.base import MAX_CONTEXT, ConfigReader
 
 MODEL_TYPES = ("qwen2",)
 
@@ -15,18 +15,28 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The bias is part of the architecture, not of the config."""
     reader = ConfigReader(config)
     reader.exactly("hidden_act", "silu")
-    reader.exactly("use_sliding_window", False)
-    reader.ignore("sliding_window", "max_window_layers")
-    sizes = reader.sizes()
-    reader.exactly("layer_types", ["full_attention"] * sizes["layers"])
     reader.exactly("use_mrope", False)
+    sizes = reader.sizes()
     result = ModelConfig(
         family="qwen2",
         **sizes,
+        **reader.rope(10000.0, sizes["head_dim"]),
         rms_norm_eps=reader.number("rms_norm_eps", 0.0, 1.0, 1e-6),
-        rope_theta=reader.rope_theta(10000.0),
         tied_embeddings=reader.flag("tie_word_embeddings", False),
         qkv_bias=True,
+        windows=windows(reader, sizes["layers"]),
     )
     reader.finish()
     return result
+
+
+def windows(reader: ConfigReader, layers: int) -> tuple[int, ...]:
+    """`use_sliding_window` gives one to the layers from `max_window_layers` on."""
+    if not reader.flag("use_sliding_window", False):
+        reader.ignore("sliding_window", "max_window_layers")
+        reader.exactly("layer_types", ["full_attention"] * layers)
+        return ()
+    window = reader.integer("sliding_window", MAX_CONTEXT, 4096)
+    first = reader.integer("max_window_layers", 1 << 20, 28, least=0)
+    local = reader.local_layers([layer >= first for layer in range(layers)])
+    return tuple(window if is_local else 0 for is_local in local)
