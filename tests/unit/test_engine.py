@@ -154,8 +154,8 @@ def test_cancelling_frees_the_cache_and_leaves_others_alone():
     second = engine.submit(PROMPT, SamplingParams(max_tokens=12))
     engine.step()
     engine.step()
-    engine.cancel(first)
-    engine.cancel(first)
+    engine.cancel(first.request_id)
+    engine.cancel(first.request_id)
     assert first.finish_reason == "cancelled" and first.completion.text == "ab"
     while second.finish_reason is None:
         engine.step()

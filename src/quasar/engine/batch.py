@@ -33,10 +33,13 @@ class Pack:
 
 
 def ancestor_bits(draft: Draft) -> list[int]:
-    """Per row of a drafting sequence the rows that it sees: bit 0 is the last accepted token."""
-    bits = [1]
+    """Per row of a drafting sequence the nodes that it sees, itself included: bit j is node j.
+
+    Row 0 is the last accepted token, which every row sees without a bit.
+    """
+    bits = [0]
     for node, parent in enumerate(draft.parents):
-        bits.append(bits[parent + 1] | 1 << (node + 1))
+        bits.append(bits[parent + 1] | 1 << node)
     return bits
 
 
@@ -63,7 +66,7 @@ def pack(sequences: List[tuple[Sequence, int]]) -> Pack:
     for sequence, count in sequences:
         start, draft = sequence.cached, sequence.draft
         complete = count == sequence.pending
-        assert complete or not draft, "a draft follows the newest token only"
+        assert not draft or (complete and count == 1), "a draft follows the newest token only"
         tree = bool(draft) and not draft.is_chain
         tokens += sequence.tokens[start : start + count] + list(draft.tokens)
         steps = [depth + count - 1 for depth in depths(draft)[1:]]
