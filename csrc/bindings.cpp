@@ -75,8 +75,8 @@ struct Batch {
       throw nb::value_error("row_offsets do not cover the rows of the batch");
     for (int32_t s = 0; s < spec.sequences; ++s) {
       const int64_t own = offsets[s + 1] - offsets[s];
-      if (own < 0 || spec.context_lengths[s] < 0 || (spec.is_tree[s] && own > 64))
-        throw nb::value_error("a sequence has a negative length or a tree of more than 64 rows");
+      if (own < 0 || spec.context_lengths[s] < 0 || (spec.is_tree[s] && own > 65))
+        throw nb::value_error("a sequence has a negative length or a tree of more than 65 rows");
       longest = std::max(longest, spec.context_lengths[s] + own);
     }
     for (int32_t r = 0; r < spec.rows; ++r) {

@@ -5,9 +5,9 @@
 //   m   = max a_j,  p_j = e^(a_j - m)
 //   z   = sum p_j               16 lanes by j mod 16, j ascending, then one fixed tree
 //   o_d = (sum p_j v_jd) / z    one accumulator a dimension, j strictly ascending (fp32 fma)
-// The visible slots of a tree node are all slots of the context, then its ancestors: they count as
-// consecutive logical positions and the others are skipped. Nothing above knows of threads, of
-// other rows or of blocks, so chain, tree, chunked prefill and plain decoding give equal bits.
+// The visible slots of a tree node are all slots of the context, the root, then its ancestors: they
+// count as consecutive logical positions and the others are skipped. Nothing above knows of threads,
+// of other rows or of blocks, so chain, tree, chunked prefill and plain decoding give equal bits.
 //
 // Cache: a block holds for each kv head K, then V.
 //   K: [head_dim / 2][block_size][2]: one dpbf16 with a broadcast query pair adds two dimensions to
@@ -307,7 +307,7 @@ struct QueryTile {
   // Slots up to the node's own: those a row may see.
   int64_t reach(int64_t q) const { return context + node(q) + 1; }
   // The leading slots that query q and all after it see.
-  int64_t shared(int64_t q) const { return tree ? context : reach(q); }
+  int64_t shared(int64_t q) const { return tree ? context + 1 : reach(q); }
   uint64_t ancestors(int64_t q) const { return t.batch.ancestors[row_offset + node(q)]; }
   const uint16_t* query(int64_t q) const { return t.queries + (index + q) * t.a.head_dim; }
   float* output(int64_t q) const {
@@ -363,9 +363,10 @@ inline void score(const QueryTile& tile, int64_t begin, int64_t end, float* scor
 // Visible scores of a tree node moved together, in logical order; returns how many there are.
 inline int64_t compact(const QueryTile& tile, int64_t q, float* scores) {
   if (!tile.tree) return tile.reach(q);
-  int64_t visible = tile.context;
+  const int64_t below = tile.context + 1;  // the root
+  int64_t visible = below;
   for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1)
-    scores[visible++] = scores[tile.context + __builtin_ctzll(bits)];
+    scores[visible++] = scores[below + __builtin_ctzll(bits)];
   return visible;
 }
 
@@ -403,9 +404,9 @@ inline void weigh_own(const QueryTile& tile, int64_t q, int64_t shared, const Sl
     for (int64_t j = shared; j < tile.reach(q); ++j) add(j, weights[j]);
     return;
   }
-  int64_t j = tile.context;
+  int64_t j = shared;
   for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1)
-    add(tile.context + __builtin_ctzll(bits), weights[j++]);
+    add(tile.context + 1 + __builtin_ctzll(bits), weights[j++]);
 }
 
 // The output of `count` queries from q on, in a slice of the dimensions.

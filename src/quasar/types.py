@@ -14,7 +14,7 @@ from quasar.errors import QuasarError, UsageError
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_DRAFT_NODES = 64
-"""A node's ancestors within the draft are one 64-bit word."""
+"""A node's ancestors are one 64-bit word."""
 
 _INT64_MAX = 2**63 - 1
 _MIN_TEMPERATURE = 1e-4

@@ -50,8 +50,8 @@ class Part:
 
     def ancestors(self) -> list[int]:
         bits: list[int] = []
-        for node, parent in enumerate(self.parents or range(-1, min(self.rows, 64) - 1)):
-            bits.append((bits[parent] if parent >= 0 else 0) | 1 << node)
+        for node, parent in enumerate(self.parents or range(-1, min(self.rows, 65) - 1)):
+            bits.append(bits[parent] | 1 << (node - 1) if node else 0)
         return [b - (1 << 64) if b >> 63 else b for b in bits] + [0] * (self.rows - len(bits))
 
     def positions(self) -> list[int]:
@@ -229,7 +229,7 @@ def test_a_long_context_gives_equal_bits_however_it_is_shared(
 
 @tiers
 @shapes
-@pytest.mark.parametrize("nodes", [1, 6, 64])
+@pytest.mark.parametrize("nodes", [1, 6, 65])
 def test_a_tree_without_branches_is_the_chain(
     tier: str, shape: tuple[int, int, int], nodes: int
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_path_of_a_tree_is_the_chain_of_its_tokens(
 ) -> None:
     """Also once the rest of the tree is dropped by `move` and decoding goes on."""
     spec, backend, table = make_spec(*shape), native(tier, 2), [5, 2, 0, 3, 1]
-    nodes = (9, 64, 30, 2)[seed]
+    nodes = (9, 65, 30, 2)[seed]
     parents = random_tree(nodes, seed)
     path = path_to(nodes - 1, parents)
     before, tree_rows = random_rows(spec, context, 6), random_rows(spec, nodes, 7)
@@ -311,8 +311,8 @@ def test_bad_batches_are_refused(tier: str) -> None:
         run(backend, spec, cache, [Part(79, random_rows(spec, 2, 0), [0, 1])])
     with pytest.raises(ValueError, match="block table"):
         run(backend, spec, cache, [Part(63, random_rows(spec, 2, 0), [0])])
-    chain = make_batch([Part(0, random_rows(spec, 65, 0), [0, 1, 2])])
-    with pytest.raises(ValueError, match="64 rows"):
+    chain = make_batch([Part(0, random_rows(spec, 66, 0), [0, 1, 2])])
+    with pytest.raises(ValueError, match="65 rows"):
         backend.bind(replace(chain, is_tree=torch.ones(1, dtype=torch.uint8)))
     with pytest.raises(ValueError, match="row_offsets"):
         backend.bind(replace(chain, row_offsets=torch.tensor([0, 64], dtype=torch.int32)))

@@ -33,10 +33,7 @@ class Pack:
 
 
 def ancestor_bits(draft: Draft) -> list[int]:
-    """Per row of a drafting sequence the nodes that it sees, itself included: bit j is node j.
-
-    Row 0 is the last accepted token, which every row sees without a bit.
-    """
+    """Per row of a drafting sequence the draft nodes that it sees: none for the root, row 0."""
     bits = [0]
     for node, parent in enumerate(draft.parents):
         bits.append(bits[parent + 1] | 1 << node)

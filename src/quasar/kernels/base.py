@@ -8,7 +8,7 @@ specification.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Int8Weight:
 
 
 LinearWeight = DenseWeight | Int8Weight
+Activation = Literal["silu", "gelu_tanh"]
+"""silu(g) = g / (1 + e^-g); gelu_tanh(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3)))."""
 
 
 def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
@@ -95,15 +97,25 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention with rotary embedding (neox halves: i pairs with i + D/2)."""
+    """Grouped-query attention with rotary embedding, as one layer has it.
+
+    The leading R = 2 * cos.shape[1] <= head_dim dimensions of a head are rotated (neox halves: i
+    pairs with i + R/2), the others pass. Tensors may be shared by the specs of several layers.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     cos: Tensor
-    """[positions, head_dim / 2] fp32."""
+    """[positions, R / 2] fp32."""
     sin: Tensor
+    window: int = 0
+    """A row sees the last `window` logical positions, its own included; 0: all of them."""
+    q_norm: Tensor | None = None
+    """[head_dim] fp32, RMSNorm of each head of q before the rotation; with k_norm or not at all."""
+    k_norm: Tensor | None = None
+    norm_eps: float = 0.0
 
     @property
     def qkv_columns(self) -> int:
@@ -115,9 +127,10 @@ class RaggedBatch:
     """The rows of one pass: several sequences, each with its own number of rows.
 
     Row r of sequence s is node i = r - row_offsets[s] of that sequence. Its K and V are appended at
-    cache slot context_lengths[s] + i. It sees all context slots and, of this pass, node j (slot
-    context + j) if bit j of ancestors[r] is set (its own bit is). Where is_tree[s] is 0 the
-    sequence is a chain of any length: node i sees nodes 0..i and `ancestors` is not read.
+    cache slot context_lengths[s] + i. It sees all context slots, node 0 (the root of a tree) and
+    node j > 0 (slot context + j) if bit j - 1 of ancestors[r] is set (its own bit is). Where
+    is_tree[s] is 0 the sequence is a chain of any length: node i sees nodes 0..i and `ancestors` is
+    not read.
     Slot p of sequence s lies in block block_tables[s, p // block_size] at p % block_size.
     """
 
@@ -132,7 +145,7 @@ class RaggedBatch:
     block_tables: Tensor
     """[sequences, max blocks] int32."""
     ancestors: Tensor
-    """[rows] int64, a bit pattern; at most 64 rows in a tree."""
+    """[rows] int64, a bit pattern: at most 64 nodes below the root of a tree."""
     is_tree: Tensor
     """[sequences] uint8."""
 
@@ -197,8 +210,10 @@ class Backend(Protocol):
 
     def pack(self, weight: LinearWeight) -> PackedLinear: ...
 
-    def pack_gated(self, gate: LinearWeight, up: LinearWeight) -> PackedLinear:
-        """Gate and up projections as one product whose epilogue is silu(gate) * up."""
+    def pack_gated(
+        self, gate: LinearWeight, up: LinearWeight, activation: Activation = "silu"
+    ) -> PackedLinear:
+        """Gate and up projections as one product whose epilogue is activation(gate) * up."""
 
     def norm_linear(
         self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
@@ -208,10 +223,16 @@ class Backend(Protocol):
     def norm_gated(
         self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
     ) -> None:
-        """out = silu(gate) * up of prepare(rmsnorm(x)), for a weight of `pack_gated`."""
+        """out = activation(gate) * up of prepare(rmsnorm(x)), for a weight of `pack_gated`."""
+
+    def linear(self, rows: int, a: Buffer, linear: PackedLinear, out: Buffer) -> None:
+        """out = linear(prepare(a))."""
 
     def linear_add(self, rows: int, a: Buffer, linear: PackedLinear, x: Buffer) -> None:
         """x += linear(prepare(a))."""
+
+    def norm_add(self, rows: int, y: Buffer, norm: Buffer, eps: float, x: Buffer) -> None:
+        """x += rmsnorm(y): a norm between a sublayer and the residual stream."""
 
     def new_cache(self, spec: AttentionSpec, blocks: int) -> Buffer:
         """Storage for one layer's K and V in BF16, [blocks, elements a block], layout its own."""
@@ -222,11 +243,13 @@ class Backend(Protocol):
     def attend(
         self, bound: object, qkv: Buffer, spec: AttentionSpec, cache: Buffer, out: Buffer
     ) -> None:
-        """Rotate q and k, round q, k, v to BF16, append k and v to the cache, attend from it.
+        """Norm q and k if the spec says so, rotate them, round q, k, v to BF16, append k and v to
+        the cache, attend from it.
 
         qkv [rows, (heads + 2 kv_heads) * head_dim] fp32, out [rows, heads * head_dim] fp32.
         Scores = scale * (q . k); softmax in fp32: maximum first, then exponentials and their sum
-        in logical order, the visible slots counting as consecutive positions.
+        in logical order, the visible slots counting as consecutive positions. A norm is that of
+        `norm_linear` over head_dim: one rounding to BF16, after the rotation.
         """
 
     def move(

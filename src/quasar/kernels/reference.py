@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quasar.kernels.base import (
+    Activation,
     AttentionSpec,
     Buffer,
     DenseWeight,
@@ -36,6 +38,8 @@ class ReferenceLinear:
     """[out, in]: int8 codes, or BF16 values."""
     scale: Tensor | None
     bias: Tensor | None
+    activation: Activation = "silu"
+    """Of the gate, where `pack_gated` made it."""
 
     def __call__(self, row: Tensor) -> Tensor:
         """row [in] fp32 -> [out] fp32."""
@@ -70,9 +74,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [heads, head_dim] by cos, sin [head_dim / 2] (fp32, neox halves)."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    """Rotary embedding of x [..., head_dim] by cos, sin [R / 2]: halves of the first R."""
+    low, high, passed = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, passed), dim=-1)
+
+
+def activate(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return gate / (1.0 + torch.exp(-gate))
+    return F.gelu(gate, approximate="tanh")
 
 
 def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
@@ -110,6 +120,20 @@ def _without_nan(logits: Tensor) -> Tensor:
     return torch.where(logits.isnan(), -torch.inf, logits)
 
 
+def _heads(spec: AttentionSpec, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [heads, head_dim], k and v [kv_heads, head_dim] of one row of a qkv buffer."""
+    heads = row.view(-1, spec.head_dim)
+    q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads])
+    return q, k, v
+
+
+def _place(spec: AttentionSpec, x: Tensor, norm: Tensor | None, position: int) -> Tensor:
+    """q or k [heads, head_dim] normed, then rotated to its position."""
+    if norm is not None:
+        x = rms_norm(x, norm, spec.norm_eps)
+    return rotate(x, spec.cos[position], spec.sin[position])
+
+
 class ReferenceBackend:
     name = "reference"
     isa = "reference"
@@ -118,7 +142,7 @@ class ReferenceBackend:
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
 
-    def pack(self, weight: LinearWeight) -> PackedLinear:
+    def pack(self, weight: LinearWeight) -> ReferenceLinear:
         if isinstance(weight, DenseWeight):
             values, scale, precision = weight.weight, None, "bf16"
         else:
@@ -128,8 +152,10 @@ class ReferenceBackend:
         nbytes = values.numel() * values.element_size()
         return ReferenceLinear(precision, out_features, in_features, nbytes, values, scale, bias)
 
-    def pack_gated(self, gate: LinearWeight, up: LinearWeight) -> PackedLinear:
-        return self.pack(concatenate((gate, up)))
+    def pack_gated(
+        self, gate: LinearWeight, up: LinearWeight, activation: Activation = "silu"
+    ) -> PackedLinear:
+        return replace(self.pack(concatenate((gate, up))), activation=activation)
 
     def norm_linear(
         self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: PackedLinear, out: Buffer
@@ -144,12 +170,21 @@ class ReferenceBackend:
         assert isinstance(linear, ReferenceLinear)
         for row in range(rows):
             gate, up = linear(rms_norm(x.tensor[row], norm.tensor[0], eps)).chunk(2)
-            out.tensor[row] = gate / (1.0 + torch.exp(-gate)) * up
+            out.tensor[row] = activate(gate, linear.activation) * up
+
+    def linear(self, rows: int, a: Buffer, linear: PackedLinear, out: Buffer) -> None:
+        assert isinstance(linear, ReferenceLinear)
+        for row in range(rows):
+            out.tensor[row] = linear(a.tensor[row])
 
     def linear_add(self, rows: int, a: Buffer, linear: PackedLinear, x: Buffer) -> None:
         assert isinstance(linear, ReferenceLinear)
         for row in range(rows):
             x.tensor[row] += linear(a.tensor[row])
+
+    def norm_add(self, rows: int, y: Buffer, norm: Buffer, eps: float, x: Buffer) -> None:
+        for row in range(rows):
+            x.tensor[row] += rms_norm(y.tensor[row], norm.tensor[0], eps)
 
     def new_cache(self, spec: AttentionSpec, blocks: int) -> Buffer:
         """Per block: K [kv_heads, block_size, head_dim], then V in the same layout."""
@@ -182,18 +217,13 @@ class ReferenceBackend:
             table = bound.block_tables[sequence]
             rows = range(offsets[sequence], offsets[sequence + 1])
             for node, row in enumerate(rows):
-                position = int(bound.positions[row])
-                q, k, v = torch.split(
-                    qkv.tensor[row].view(-1, spec.head_dim),
-                    [spec.heads, spec.kv_heads, spec.kv_heads],
-                )
-                k = rotate(k, spec.cos[position], spec.sin[position])
+                _, k, v = _heads(spec, qkv.tensor[row])
+                k = _place(spec, k, spec.k_norm, int(bound.positions[row]))
                 self._store(spec, cache, table, context + node, torch.stack((k, v)))
             for node, row in enumerate(rows):
-                position = int(bound.positions[row])
-                q = qkv.tensor[row, : spec.heads * spec.head_dim].view(spec.heads, spec.head_dim)
-                q = rotate(q, spec.cos[position], spec.sin[position]).bfloat16().float()
-                slots = self._visible(bound, sequence, context, node, row)
+                q, _, _ = _heads(spec, qkv.tensor[row])
+                q = _place(spec, q, spec.q_norm, int(bound.positions[row])).bfloat16().float()
+                slots = self._visible(bound, sequence, context, node, row)[-spec.window :]
                 out.tensor[row] = self._attend_row(spec, cache, table, slots, q)
 
     def _visible(
@@ -203,8 +233,8 @@ class ReferenceBackend:
         if not batch.is_tree[sequence]:
             return torch.arange(context + node + 1)
         bits = int(batch.ancestors[row])
-        own = [context + i for i in range(node + 1) if bits >> i & 1]
-        return torch.tensor([*range(context), *own])
+        own = [context + 1 + i for i in range(node) if bits >> i & 1]
+        return torch.tensor([*range(context + 1), *own])
 
     def _attend_row(
         self, spec: AttentionSpec, cache: Buffer, table: Tensor, slots: Tensor, q: Tensor
