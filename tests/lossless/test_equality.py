@@ -16,6 +16,7 @@ from quasar.checkpoints import open_checkpoint
 from quasar.drafting.base import Drafter
 from quasar.engine import engine as engine_module
 from quasar.engine.engine import Engine
+from quasar.engine.scheduler import Limits
 from quasar.kernels.base import RaggedBatch
 from quasar.types import Draft, SamplingParams
 from quasar.verification.verifier import load_verifier
@@ -118,7 +119,7 @@ def test_speculation_changes_no_token(folders, backend, family, precision, sampl
     truth = [plain(verifier, prompt, params) for prompt in PROMPTS]
     assert len({token for tokens in truth for token in tokens}) > 6, "the text is too dull a test"
     for rows in (8, 64):
-        engine = Engine(verifier, None, "ngram", 5, max_rows=rows)
+        engine = Engine(verifier, None, "ngram", 5, limits=Limits(rows=rows))
         found = engine.complete(PROMPTS, params)
         assert [completion.tokens for completion in found] == truth
         engine.cache.check_integrity()

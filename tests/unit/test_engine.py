@@ -7,6 +7,7 @@ import torch
 
 from quasar.cache import KVCache
 from quasar.engine.engine import Engine
+from quasar.engine.scheduler import Limits
 from quasar.errors import QuasarError, UsageError
 from quasar.kernels.base import AttentionSpec, Buffer
 from quasar.kernels.reference import ReferenceBackend
@@ -135,7 +136,7 @@ def test_a_held_back_stop_prefix_is_given_out_at_the_end():
 
 def test_several_requests_share_passes_and_keep_apart():
     verifier = Scripted(text_script("abcabcabcabc", 6))
-    engine = Engine(verifier, Letters(), "ngram", cache_tokens=160, max_rows=8)
+    engine = Engine(verifier, Letters(), "ngram", cache_tokens=160, limits=Limits(rows=8))
     limits = [3, 9, 5, 12]
     requests = [engine.submit(PROMPT, SamplingParams(max_tokens=limit)) for limit in limits]
     while any(request.finish_reason is None for request in requests):
@@ -250,7 +251,7 @@ def test_logits_that_are_not_finite_are_an_error(temperature, value):
 
 def test_nobody_starves_when_rows_are_scarce():
     verifier = Scripted([97 + i % 3 for i in range(64)])
-    engine = Engine(verifier, Letters(), "ngram", cache_tokens=1000, max_rows=12)
+    engine = Engine(verifier, Letters(), "ngram", cache_tokens=1000, limits=Limits(rows=12))
     requests = [engine.submit(PROMPT, SamplingParams(max_tokens=50)) for _ in range(6)]
     for _ in range(24):
         engine.step()
