@@ -1,4 +1,4 @@
-"""A verifier that follows a script, and a tokenizer of single characters: the engine alone is run."""
+"""A verifier that follows a script and a tokenizer of single characters: the engine runs alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rule 3: whatever is drafted, chunked and computed beside a request, tokens and bits are the same.
 
-Every answer is compared with a solo, plain, unchunked run of the same verifier: its tokens, and the
-rows of logits that decided them, bit by bit. On tiny random models and every backend that runs here.
+Every answer is compared with a solo, plain, unchunked run of the same verifier: its tokens, and
+the rows of logits that decided them, bit by bit. Tiny random models, every backend that runs here.
 """
 
 from __future__ import annotations

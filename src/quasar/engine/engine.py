@@ -154,9 +154,7 @@ class Engine:
                 progress.append(self._fail(part.sequence, error))
         return progress
 
-    def _take_over(
-        self, part: Slice, logits: Buffer, greedy: list[int | None]
-    ) -> list[Progress]:
+    def _take_over(self, part: Slice, logits: Buffer, greedy: list[int | None]) -> list[Progress]:
         """Keep what was accepted of one sequence; nothing to report inside a prompt."""
         sequence = part.sequence
         assert sequence.cache is not None
