@@ -101,6 +101,14 @@ def open_model(model: str) -> Checkpoint:
     return open_checkpoint(resolve(model))
 
 
+def thread_count(threads: int | None = None) -> int:
+    """The number of threads asked for, all CPUs by default."""
+    available = len(os.sched_getaffinity(0))
+    if threads is not None and not 1 <= threads <= 4 * available:
+        raise UsageError(f"--threads {threads} is out of range 1..{4 * available}")
+    return threads or available
+
+
 def make_backend(threads: int | None = None) -> Backend:
     """The best kernels here.
 
@@ -108,10 +116,7 @@ def make_backend(threads: int | None = None) -> Backend:
     after an operation, on the CPU that a kernel's worker needs. A gather of 4 rows in torch made
     a pass of Qwen2.5-Coder-0.5B take 19 ms instead of 16.
     """
-    available = len(os.sched_getaffinity(0))
-    if threads is not None and not 1 <= threads <= 4 * available:
-        raise UsageError(f"--threads {threads} is out of range 1..{4 * available}")
-    count = threads or available
+    count = thread_count(threads)
     backend, declined = select(count)
     torch.set_num_threads(1 if backend.name == "cpu" else count)
     for name, reason in declined.items():

@@ -20,14 +20,25 @@ def trim_heap() -> None:
         trim(0)
 
 
+def resident_memory() -> int:
+    """Resident size of this process now, in bytes, mapped file pages included."""
+    return _status("VmRSS") or peak_memory()
+
+
+def _status(name: str) -> int | None:
+    """A figure that Linux keeps of this process, in bytes."""
+    try:
+        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
 def peak_memory() -> int:
     """Largest resident size of this process so far, in bytes, mapped file pages included."""
-    try:
-        # VmHWM belongs to this program; ru_maxrss survives exec, so it may be the parent's.
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        found = None
-    if found:
-        return int(found[1]) * 1024
+    # VmHWM belongs to this program; ru_maxrss survives exec, so it may be the parent's.
+    found = _status("VmHWM")
+    if found is not None:
+        return found
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quasar.errors import UsageError
+from quasar.errors import QuasarError, UsageError
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_DRAFT_NODES = 64
 """A node's ancestors are one 64-bit word."""
@@ -46,6 +46,20 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def check(self, budget: int, vocabulary: int) -> None:
+        """Raises QuasarError unless this is a tree of at most `budget` nodes with known tokens."""
+        nodes = len(self.tokens)
+        if nodes > min(budget, MAX_DRAFT_NODES) or len(self.parents) != nodes:
+            raise QuasarError(
+                f"a draft of {nodes} tokens and {len(self.parents)} parents, {budget} wanted"
+            )
+        if not all(-1 <= parent < node for node, parent in enumerate(self.parents)):
+            raise QuasarError("a drafted node comes before its parent")
+        if not all(0 <= token < vocabulary for token in self.tokens):
+            raise QuasarError(f"a drafted token lies outside 0..{vocabulary - 1}")
+        if len(set(zip(self.parents, self.tokens, strict=True))) != nodes:
+            raise QuasarError("two drafted siblings carry the same token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +157,6 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason = "length"
+    error: Exception | None = None
+    """Why it ended with the reason `error`."""
     stats: GenerationStats = field(default_factory=GenerationStats)

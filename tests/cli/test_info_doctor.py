@@ -51,7 +51,24 @@ def test_info_reads_no_weights(quasar, model, monkeypatch):
 
     monkeypatch.setattr(hf.SafetensorsCheckpoint, "tensor", refuse)
     result = quasar("info", model)
-    assert result.code == 0 and "llama" in result.out and "memory, w8a8" in result.out
+    assert result.code == 0 and "llama" in result.out and "memory for 512 tokens" in result.out
+
+
+def test_info_adds_the_memory_up(quasar, model):
+    content = quasar("info", model, "--context", 100, "--threads", 1, "--json").json
+    assert content["memory_context"] == 100
+    for needs in content["verifiers"].values():
+        parts = ("program", "layers", "head", "embedding", "cache", "working")
+        serving = sum(needs[f"{part}_bytes"] for part in parts)
+        loading = needs["program_bytes"] + needs["loading_bytes"]
+        assert needs["peak_bytes"] == max(serving, loading)
+    more = quasar("info", model, "--json").json
+    assert more["memory_context"] == 512
+    assert (
+        more["verifiers"]["bf16"]["working_bytes"] > content["verifiers"]["bf16"]["working_bytes"]
+    )
+    refused = quasar("info", model, "--threads", 10**6)
+    assert refused.code == 2 and "--threads" in refused.error
 
 
 def test_doctor_alone(quasar, monkeypatch):

@@ -1,96 +1,46 @@
-"""Rule 3: speculative output equals plain decoding of the same verifier, token for token.
+"""Rule 3: whatever is drafted, chunked and computed beside a request, tokens and bits are the same.
 
-Over drafters (also wrong, random-tree and oracle ones), verifiers, temperatures, batch sizes and
-chunk sizes, on tiny random models of every family and every backend that runs here.
+Every answer is compared with a solo, plain, unchunked run of the same verifier: its tokens, and
+the rows of logits that decided them, bit by bit. Tiny random models, every backend that runs here.
 """
 
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tiny
+from adversaries import DRAFTERS, RecordingEngine, Request, Service
 from quasar.checkpoints import open_checkpoint
-from quasar.drafting.base import Drafter
-from quasar.engine import engine as engine_module
-from quasar.engine.engine import Engine
+from quasar.engine.scheduler import Limits
+from quasar.kernels import TIERS
 from quasar.kernels.base import RaggedBatch
-from quasar.types import Draft, SamplingParams
+from quasar.types import MAX_DRAFT_NODES, SamplingParams
 from quasar.verification.verifier import load_verifier
 
-PROMPTS = [
-    [1, 2, 3, 4, 5, 1, 2, 3],
-    [7],
-    [9, 9, 9, 9, 9, 9],
-    list(range(60)),
-    [5, 17, 5, 18, 5, 19, 5],
-]
-SAMPLING = {
-    "greedy": SamplingParams(max_tokens=24),
-    "hot": SamplingParams(max_tokens=24, temperature=1.0, seed=11),
-    "filtered": SamplingParams(
-        max_tokens=24, temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=5
-    ),
-}
+CHUNKS = (1, 2, 7, 32, 64, 512)
+PROMPTS = (
+    (1, 2, 3, 4, 5, 1, 2, 3),
+    (7,),
+    (9, 9, 9, 9, 9, 9),
+    tuple(range(60)),
+    (5, 17, 5, 18, 5, 19, 5),
+    tuple(i * i % 97 for i in range(90)),
+)
+PRECISIONS = ("bf16", "w8a8")
+TEMPERATURES = (0.0, 0.8)
+TOKENS = 24
 
 
-class RandomTree(Drafter):
-    """Random tokens in random trees, now and then with the token of a given truth in it."""
-
-    NAME = "random-tree"
-    truth: tuple[int, ...] = ()
-
-    def __init__(self, draft_tokens: int) -> None:
-        super().__init__(draft_tokens)
-        self._seen: list[int] = []
-        self._random = random.Random(draft_tokens)
-
-    def _observe(self, tokens) -> None:
-        self._seen += tokens
-
-    def _propose(self, budget: int) -> Draft:
-        tokens, parents, used = [], [], set()
-        for node in range(budget):
-            parent = self._random.randrange(-1, node)
-            depth, above = 0, parent
-            while above >= 0:
-                depth, above = depth + 1, parents[above]
-            at = len(self._seen) + depth
-            known = at < len(self.truth) and self._random.random() < 0.7
-            token = self.truth[at] if known else self._random.randrange(97)
-            if (parent, token) not in used:
-                used.add((parent, token))
-                tokens.append(token)
-                parents.append(parent)
-            else:
-                break
-        return Draft(tuple(tokens), tuple(parents))
-
-
-class Oracle(RandomTree):
-    """The truth as a chain."""
-
-    NAME = "oracle"
-
-    def _propose(self, budget: int) -> Draft:
-        start = len(self._seen)
-        return Draft.chain(self.truth[start : start + budget])
-
-
-class Wrong(RandomTree):
-    """Never the truth."""
-
-    NAME = "wrong"
-
-    def _propose(self, budget: int) -> Draft:
-        start = len(self._seen)
-        chain = self.truth[start : start + budget]
-        return Draft.chain(tuple((token + 1) % 97 for token in chain))
-
-
-ADVERSARIES = {drafter.NAME: drafter for drafter in (RandomTree, Oracle, Wrong)}
+def sampling(temperature: float, seed: int) -> SamplingParams:
+    """Every other seed with filters."""
+    filters = {"top_k": 20, "top_p": 0.9, "min_p": 0.02} if seed % 2 else {}
+    return SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed, **filters)
 
 
 @pytest.fixture(scope="module")
@@ -103,39 +53,110 @@ def folders(tmp_path_factory):
     }
 
 
-def plain(verifier, prompt, params):
-    return Engine(verifier, None, "none").complete([prompt], params)[0].tokens
+@pytest.fixture(scope="module")
+def service_of(folders):
+    """The service of a backend, family and precision; models are loaded and solo runs made once."""
+    made = {}
+
+    def find(backend, family, precision):
+        key = (backend.isa, family, precision)
+        if key not in made:
+            checkpoint = open_checkpoint(folders[family, precision])
+            made[key] = Service(load_verifier(checkpoint, precision, precision, backend))
+        return made[key]
+
+    return find
 
 
-@pytest.mark.parametrize("sampling", sorted(SAMPLING))
-@pytest.mark.parametrize("precision", ["bf16", "w8a8"])
-@pytest.mark.parametrize("family", sorted(tiny.CONFIGS))
-def test_speculation_changes_no_token(folders, backend, family, precision, sampling, monkeypatch):
-    verifier = load_verifier(
-        open_checkpoint(folders[family, precision]), precision, precision, backend
+def matrix_case(drafter: str, chunk: int, temperature: float, count: int, nodes: int):
+    """Limits and `count` requests that join and leave at steps drawn from the case itself."""
+    draw = random.Random(f"{drafter} {chunk} {temperature} {count}")
+    limits = Limits(rows=512, prompt_rows=chunk, shared_prompt_rows=min(chunk, 64))
+    requests = [
+        Request(
+            PROMPTS[draw.randrange(len(PROMPTS))],
+            sampling(temperature, draw.randrange(4)),
+            drafter,
+            draw.randint(1, nodes),
+            joins=draw.randrange(1 + 3 * index),
+            leaves=draw.choice((None, None, None, draw.randrange(30))),
+            seed=index,
+        )
+        for index in range(count)
+    ]
+    return limits, requests
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_matrix(service_of, backend, precision, temperature):
+    """Drafters x chunk sizes, with 1 to 8 sequences; lower tiers share the cases out."""
+    setting = 2 * PRECISIONS.index(precision) + TEMPERATURES.index(temperature)
+    cases = list(enumerate(product(DRAFTERS, CHUNKS)))
+    most, nodes = (2, 9) if backend.isa == "reference" else (8, MAX_DRAFT_NODES)
+    for index, (drafter, chunk) in cases if backend.isa == TIERS[-1] else cases[setting::4]:
+        service = service_of(backend, sorted(tiny.CONFIGS)[index % 2], precision)
+        count = 1 + (index + 3 * setting) % most
+        limits, requests = matrix_case(drafter, chunk, temperature, count, nodes)
+        assert not service.mismatches(limits, 8 * 128, requests), (drafter, chunk, count)
+
+
+def test_the_text_is_no_dull_test(service_of, backend):
+    service = service_of(backend, "qwen2", "w8a8")
+    answers = [service.truth(p, sampling(t, 0)) for p in PROMPTS[:3] for t in TEMPERATURES]
+    assert len({token for answer in answers for token in answer.tokens}) > 20
+
+
+@st.composite
+def cases(draw, most: int, nodes: int):
+    """Any limits, a pool that may make requests wait, mixed drafters and temperatures."""
+    requests = [
+        Request(
+            PROMPTS[draw(st.integers(0, len(PROMPTS) - 1))],
+            sampling(draw(st.sampled_from(TEMPERATURES)), draw(st.integers(0, 3))),
+            draw(st.sampled_from(DRAFTERS)),
+            draw(st.integers(1, nodes)),
+            draw(st.integers(0, 12)),
+            draw(st.one_of(st.none(), st.integers(0, 40))),
+            draw(st.integers(0, 99)),
+        )
+        for _ in range(draw(st.integers(1, most)))
+    ]
+    limits = Limits(
+        rows=draw(st.integers(nodes + 2, 200)),
+        prompt_rows=draw(st.integers(1, 512)),
+        shared_prompt_rows=draw(st.integers(1, 64)),
+        sequences=draw(st.integers(1, 8)),
     )
-    params = SAMPLING[sampling]
-    truth = [plain(verifier, prompt, params) for prompt in PROMPTS]
-    assert len({token for tokens in truth for token in tokens}) > 6, "the text is too dull a test"
-    for rows in (8, 64):
-        engine = Engine(verifier, None, "ngram", 5, max_rows=rows)
-        found = engine.complete(PROMPTS, params)
-        assert [completion.tokens for completion in found] == truth
-        engine.cache.check_integrity()
-        assert engine.cache.free_slots == engine.cache.capacity
-    for name, adversary in ADVERSARIES.items():
-        for prompt, tokens in list(zip(PROMPTS, truth, strict=True))[::2]:
-            drafter = type(name, (adversary,), {"truth": (*prompt, *tokens)})
-            monkeypatch.setattr(engine_module, "make_drafter", lambda n, k, d=drafter: d(k))
-            completion = Engine(verifier, None, name, 7).complete([prompt], params)[0]
-            assert completion.tokens == tokens, name
-            if name == "oracle":
-                assert completion.stats.draft_acceptance_rate == 1.0
-            if name == "wrong":
-                assert completion.stats.accepted_tokens == 0
+    return limits, draw(st.integers(max(map(len, PROMPTS)) + TOKENS, 1000)), requests
 
 
-@pytest.mark.parametrize("precision", ["bf16", "w8a8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_any_company(service_of, backend, precision):
+    service = service_of(backend, "llama", precision)
+    most, nodes, examples = (3, 8, 4) if backend.isa == "reference" else (8, MAX_DRAFT_NODES, 25)
+
+    @settings(max_examples=examples)
+    @given(cases(most, nodes))
+    def check(case):
+        assert not service.mismatches(*case)
+
+    check()
+
+
+def test_oracles_are_right_and_liars_wrong(service_of, backend):
+    """The adversaries are what they say: else the tests above would prove little."""
+    service = service_of(backend, "qwen2", "bf16")
+    rates = {}
+    for name in ("oracle", "oracle-tree", "wrong"):
+        engine = RecordingEngine(service.verifier, None, "none", cache_tokens=128)
+        request = Request(PROMPTS[0], sampling(0.0, 0), name, 6)
+        (sequence,) = service.serve(engine, [request])
+        rates[name] = sequence.completion.stats.draft_acceptance_rate
+    assert rates["oracle"] == 1.0 and 0.2 < rates["oracle-tree"] < 1.0 and rates["wrong"] == 0.0
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_logits_are_row_invariant(folders, backend, precision):
     """The same positions give equal bits whether computed one by one or in one chunk."""
     checkpoint = open_checkpoint(folders["qwen2", precision])

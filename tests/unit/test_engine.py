@@ -3,66 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from quasar.cache import KVCache
+from quasar.drafting.base import Drafter
 from quasar.engine.engine import Engine
+from quasar.engine.scheduler import Limits
 from quasar.errors import QuasarError, UsageError
-from quasar.kernels.base import AttentionSpec, Buffer
-from quasar.kernels.reference import ReferenceBackend
-from quasar.models.config import ModelConfig
-from quasar.types import SamplingParams
-from quasar.verification.verifier import Verification
-
-VOCABULARY = 200
-CONFIG = ModelConfig("llama", 8, 8, 1, 1, 1, 4, VOCABULARY, 64, 1e-5, 1e4, tied_embeddings=True)
-SPEC = AttentionSpec(1, 1, 4, 0.5, torch.ones(64, 2), torch.zeros(64, 2))
-
-
-class Scripted:
-    """After the token at position p comes `script[p]`, whatever the token was."""
-
-    config = CONFIG
-
-    def __init__(self, script):
-        self.script = script
-        self.backend = ReferenceBackend()
-        self.passes = []
-
-    def new_cache(self, tokens):
-        return KVCache(self.backend, [SPEC], tokens)
-
-    def verify(self, batch, cache, rows=None):
-        self.passes.append(batch.tokens.tolist())
-        positions = batch.positions.tolist()
-        wanted = range(len(positions)) if rows is None else rows.tolist()
-        logits = torch.zeros(max(1, len(wanted)), VOCABULARY)
-        for row, index in enumerate(wanted):
-            logits[row, self.script[positions[index]]] = 5.0
-        return Verification(Buffer.of(logits), [])
-
-
-class Letters:
-    """A tokenizer whose token i is the character chr(i)."""
-
-    eos_ids = frozenset({0})
-    special_ids = frozenset()
-    strips_space = False
-
-    def __init__(self):
-        self.pieces = [chr(i).encode() if i < 128 else b"" for i in range(VOCABULARY)]
-
-    def piece(self, token, skip_special_tokens=True):
-        return self.pieces[token]
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(i) for i in ids)
-
-
-def text_script(text, prompt):
-    """A script whose answer to a prompt of this many tokens is `text`, then end of text."""
-    return [1] * (prompt - 1) + [ord(c) for c in text] + [0] * 100
-
+from quasar.types import Draft, SamplingParams
+from scripted import VOCABULARY, Letters, Scripted, text_script
 
 PROMPT = [ord(c) for c in "abcabc"]
 
@@ -135,7 +82,7 @@ def test_a_held_back_stop_prefix_is_given_out_at_the_end():
 
 def test_several_requests_share_passes_and_keep_apart():
     verifier = Scripted(text_script("abcabcabcabc", 6))
-    engine = Engine(verifier, Letters(), "ngram", cache_tokens=160, max_rows=8)
+    engine = Engine(verifier, Letters(), "ngram", cache_tokens=160, limits=Limits(rows=8))
     limits = [3, 9, 5, 12]
     requests = [engine.submit(PROMPT, SamplingParams(max_tokens=limit)) for limit in limits]
     while any(request.finish_reason is None for request in requests):
@@ -147,19 +94,30 @@ def test_several_requests_share_passes_and_keep_apart():
     assert engine.cache.free_slots == engine.cache.capacity
 
 
-def test_cancelling_frees_the_cache_and_leaves_others_alone():
-    verifier = Scripted(text_script("abcabcabcabc", 6))
-    engine = Engine(verifier, Letters(), "none")
-    first = engine.submit(PROMPT, SamplingParams(max_tokens=12))
-    second = engine.submit(PROMPT, SamplingParams(max_tokens=12))
-    engine.step()
-    engine.step()
-    engine.cancel(first)
-    engine.cancel(first)
-    assert first.finish_reason == "cancelled" and first.completion.text == "ab"
-    while second.finish_reason is None:
+def run(engine, *requests):
+    while any(request.finish_reason is None for request in requests):
         engine.step()
-    assert second.completion.text == "abcabcabcabc"
+
+
+def test_cancelling_in_every_state():
+    verifier = Scripted(text_script("abcabcabcabc", 6))
+    limits = Limits(sequences=2, rows=12, prompt_rows=2, shared_prompt_rows=2)
+    engine = Engine(verifier, Letters(), "none", cache_tokens=160, limits=limits)
+    params = SamplingParams(max_tokens=12)
+    decoding, other = engine.submit(PROMPT, params), engine.submit(PROMPT, params)
+    while decoding.prefilling:
+        engine.step()
+    queued, prompt = engine.submit(PROMPT, params), engine.submit([1] * 30, params)
+    assert engine.cancel(queued.request_id) and queued.completion.finish_reason == "cancelled"
+    engine.step()
+    assert engine.cancel(decoding.request_id) and decoding.completion.text == "ab"
+    assert not engine.cancel(decoding.request_id)
+    engine.step()
+    assert prompt.prefilling and 0 < prompt.cached < 30
+    assert engine.cancel(prompt.request_id) and prompt.completion.tokens == []
+    run(engine, other)
+    assert other.completion.text == "abcabcabcabc"
+    assert not engine.cancel(other.request_id) and not engine.cancel(999)
     assert engine.cache.free_slots == engine.cache.capacity
 
 
@@ -198,15 +156,76 @@ def test_a_request_larger_than_the_cache_is_refused():
 
 def test_a_failing_pass_ends_its_requests_and_no_others():
     verifier = Scripted(text_script("abcabcabcabc", 6))
-    engine = Engine(verifier, Letters(), "none")
+    engine = Engine(verifier, Letters(), "none", limits=Limits(sequences=1))
     broken = engine.submit(PROMPT, SamplingParams())
-    verify = verifier.verify
-    verifier.verify = lambda *args: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    assert broken.finish_reason == "cancelled"
+    waiting = engine.submit(PROMPT, SamplingParams(max_tokens=3))
+    stream = engine.stream(waiting)
+    verify, verifier.verify = verifier.verify, lambda *args: 1 / 0
+    (progress,) = engine.step()
+    assert progress.finish_reason == broken.finish_reason == "error"
+    assert isinstance(broken.completion.error, ZeroDivisionError)
     verifier.verify = verify
-    assert engine.complete([PROMPT], SamplingParams(max_tokens=3))[0].text == "abc"
+    assert "".join(progress.text for progress in stream) == "abc"
+    with pytest.raises(ZeroDivisionError):
+        list(engine.stream(broken))
+    assert engine.cache.free_slots == engine.cache.capacity
+
+
+class Broken(Drafter):
+    """Fails as told, after a first step that is right."""
+
+    NAME = "broken"
+
+    def __init__(self, draft, on_observe=None):
+        super().__init__(3)
+        self.draft, self.on_observe, self.steps = draft, on_observe, 0
+
+    def _propose(self, budget):
+        return self.draft if isinstance(self.draft, Draft) else 1 / 0
+
+    def _observe(self, tokens):
+        self.steps += 1
+        if self.steps == self.on_observe:
+            raise OSError("the store is gone")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (Broken(None), "division by zero"),
+        (Broken(Draft.chain((1, 2, 3, 4))), "4 tokens and 4 parents, 3 wanted"),
+        (Broken(Draft((1, 2), (-1,))), "2 tokens and 1 parents"),
+        (Broken(Draft((1, 2), (1, -1))), "before its parent"),
+        (Broken(Draft((1, 1), (-1, -1))), "siblings"),
+        (Broken(Draft((VOCABULARY,), (-1,))), "outside 0..199"),
+        (Broken(Draft((-1,), (-1,))), "outside 0..199"),
+        (Broken(Draft(), on_observe=3), "the store is gone"),
+    ],
+)
+def test_a_failing_drafter_ends_its_own_request_alone(drafter, message):
+    engine = Engine(Scripted(text_script("abcabc", 6)), Letters(), cache_tokens=160)
+    broken = engine.submit(PROMPT, SamplingParams(), drafter)
+    other = engine.submit(PROMPT, SamplingParams())
+    with pytest.raises(Exception, match=message):
+        list(engine.stream(broken))
+    assert broken.completion.finish_reason == "error" and broken.completion.text[0] == "a"
+    run(engine, other)
+    assert other.completion.text == "abcabc"
+    assert engine.cache.free_slots == engine.cache.capacity
+
+
+def test_an_interrupt_ends_the_pass_and_passes_on():
+    verifier = Scripted(text_script("abc", 6))
+    engine = Engine(verifier, Letters())
+    request = engine.submit(PROMPT, SamplingParams())
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    verifier.verify = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert request.completion.finish_reason == "cancelled"
     assert engine.cache.free_slots == engine.cache.capacity
 
 
@@ -246,13 +265,73 @@ def test_logits_that_are_not_finite_are_an_error(temperature, value):
     engine = Engine(verifier, Letters())
     with pytest.raises(QuasarError, match="logits are not finite"):
         engine.complete([PROMPT], SamplingParams(temperature=temperature, top_p=0.9))
+    assert engine.cache.free_slots == engine.cache.capacity
 
 
 def test_nobody_starves_when_rows_are_scarce():
     verifier = Scripted([97 + i % 3 for i in range(64)])
-    engine = Engine(verifier, Letters(), "ngram", cache_tokens=1000, max_rows=12)
+    engine = Engine(verifier, Letters(), "ngram", cache_tokens=1000, limits=Limits(rows=12))
     requests = [engine.submit(PROMPT, SamplingParams(max_tokens=50)) for _ in range(6)]
     for _ in range(24):
         engine.step()
     progress = [request.completion.stats.completion_tokens for request in requests]
     assert min(progress) > 1 and max(progress) - min(progress) <= 14
+
+
+def test_a_long_prompt_does_not_hold_up_those_who_decode():
+    """Every pass decodes, and none has more rows of prompts than agreed."""
+    verifier = Scripted([97 + i % 3 for i in range(64)])
+    limits = Limits(shared_prompt_rows=4)
+    engine = Engine(verifier, Letters(), "none", cache_tokens=160, limits=limits)
+    decoding = engine.submit(PROMPT, SamplingParams(max_tokens=40))
+    engine.step()
+    long = engine.submit([1] * 50, SamplingParams(max_tokens=2))
+    while long.prefilling:
+        engine.step()
+    assert {len(rows) for rows in verifier.passes[1:]} <= {5, 1 + 50 % 4}
+    assert decoding.completion.stats.completion_tokens == 1 + -(-50 // 4)
+
+
+def test_prompts_share_a_pass():
+    """The oldest is sure of half the rows, short ones come first, and nothing is left unused."""
+    verifier = Scripted([97 + i % 3 for i in range(64)])
+    limits = Limits(prompt_rows=16)
+    engine = Engine(verifier, Letters(), "none", cache_tokens=320, limits=limits)
+    params = SamplingParams(max_tokens=5)
+    oldest, long, short = (engine.submit([1] * n, params) for n in (40, 30, 3))
+    engine.step()
+    assert (oldest.cached, long.cached, short.cached) == (8, 5, 3)
+    assert not short.prefilling and oldest.prefilling
+    assert sum(map(len, verifier.passes)) == 16
+
+
+def test_requests_are_admitted_in_order_as_blocks_free_up():
+    verifier = Scripted([97 + i % 3 for i in range(64)])
+    engine = Engine(verifier, Letters(), "none", cache_tokens=96)
+    first, large, small = (
+        engine.submit([1] * 5, SamplingParams(max_tokens=n)) for n in (40, 58, 10)
+    )
+    engine.step()
+    assert engine.cache.free_slots >= small.slots_needed
+    assert list(engine.scheduler.waiting) == [large, small], "a large request is not overtaken"
+    run(engine, first)
+    engine.step()
+    assert engine.scheduler.running == [large, small]
+    run(engine, large, small)
+    assert engine.cache.free_slots == engine.cache.capacity
+
+
+@pytest.mark.parametrize("name", ["rows", "prompt_rows", "shared_prompt_rows", "sequences"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_absurd_limits_are_refused_by_name(name, value):
+    with pytest.raises(UsageError, match=f"{name}="):
+        Limits(**{name: value})
+
+
+def test_drafts_that_no_pass_can_hold_are_refused():
+    with pytest.raises(UsageError, match="rows=6 is too few: drafts of 5 tokens need at least 7"):
+        Engine(Scripted([0] * 64), None, "ngram", 5, limits=Limits(rows=6))
+    engine = Engine(Scripted([0] * 64), None, "none", limits=Limits(rows=4))
+    with pytest.raises(UsageError, match="rows=4"):
+        engine.submit(PROMPT, SamplingParams(), Broken(Draft()))
+    assert not engine.scheduler.requests

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from quasar.text.tokenizer import Tokenizer
 
 SUMMARY = "talk with a model"
-DEFAULT_CONTEXT = 8192
-"""Tokens of conversation kept at most: the cache for them is reserved at the start."""
 
 HELP = """\
 /reset         forget the conversation
@@ -36,13 +34,7 @@ Ctrl-C stops an answer, a second one leaves."""
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument("--system", type=options.utf8, metavar="TEXT", help="system message")
-    parser.add_argument(
-        "--context",
-        type=options.positive,
-        default=DEFAULT_CONTEXT,
-        metavar="N",
-        help="tokens of conversation at most (default: %(default)s, or what the model holds)",
-    )
+    options.add_context(parser, "tokens of conversation at most")
     options.add_engine(parser)
     options.add_sampling(parser, max_tokens=1024)
 

@@ -8,36 +8,41 @@ from typing import TYPE_CHECKING, Any
 
 from quasar.cli.parts import options, terminal
 from quasar.cli.parts.terminal import megabytes
+from quasar.drafting import DEFAULT_DRAFT_TOKENS
 from quasar.errors import CheckpointError
 from quasar.figures import json_text
 
 if TYPE_CHECKING:
     from quasar.checkpoints.base import Checkpoint
     from quasar.loading import Model
-    from quasar.models.config import ModelConfig
 
 SUMMARY = "show what a model holds and the memory it needs"
-BYTES_A_WEIGHT = {"bf16": 2, "w8a8": 1}
-SCALE_BYTES = 4
-"""Each row of an INT8 weight has one fp32 scale."""
+PARTS = ("program", "layers", "head", "embedding", "cache", "working", "loading", "peak")
+"""Of a footprint, in the order of the page."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
+    options.add_context(parser, "tokens that the memory is told for")
+    options.add_machine(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    from quasar.loading import Model
+    from quasar.loading import Model, thread_count
 
-    content = describe(Model.open(args.model))
+    threads = thread_count(args.threads)
+    model = Model.open(args.model)
+    context = min(args.context, model.config.context_length)
+    content = describe(model, context, threads)
     print(json_text(content) if args.json else page(content))
     return 0
 
 
-def describe(model: Model) -> dict[str, Any]:
+def describe(model: Model, context: int, threads: int) -> dict[str, Any]:
+    from quasar.engine.footprint import slot_bytes
+
     config, checkpoint, tokenizer = model.config, model.checkpoint, model.tokenizer
-    kv_bytes = 2 * 2 * config.layers * config.kv_heads * config.head_dim * 1000
     return {
         "model": model.name,
         "path": str(checkpoint.path),
@@ -60,11 +65,41 @@ def describe(model: Model) -> dict[str, Any]:
         },
         "quantization": quantization(checkpoint),
         "files": files(checkpoint),
-        "verifiers": {
-            name: {"weight_bytes": weight_bytes(config, name)} for name in model.precisions
-        },
-        "kv_bytes_per_1000_tokens": kv_bytes,
+        "kv_bytes_per_1000_tokens": 1000 * config.layers * slot_bytes(config),
+        "memory_context": context,
+        "verifiers": memory(model, context, threads),
     }
+
+
+def memory(model: Model, context: int, threads: int) -> dict[str, dict[str, int]]:
+    """Bytes by verifier: all packed weights, then each part, the peak last."""
+    from quasar.engine.footprint import footprint
+    from quasar.memory import resident_memory, trim_heap
+
+    trim_heap()
+    program = resident_memory()
+    found = {}
+    for name in model.precisions:
+        needs = footprint(
+            model.config,
+            name,
+            program=program,
+            # A quantised folder, also the one that is made on first use, holds BF16.
+            mapped=name == "w8a8" or used_in_place(model.checkpoint),
+            cache_tokens=context,
+            draft_tokens=DEFAULT_DRAFT_TOKENS,
+            threads=threads,
+        )
+        weights = needs.layers + needs.head + needs.embedding
+        parts = {f"{part}_bytes": getattr(needs, part) for part in PARTS}
+        found[name] = {"weight_bytes": weights, **parts}
+    return found
+
+
+def used_in_place(checkpoint: Checkpoint) -> bool:
+    """Whether the file holds BF16 that is mapped; anything else is converted to a copy."""
+    stored = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
+    return checkpoint.format != "gguf" and stored in (None, "bfloat16")
 
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -102,33 +137,29 @@ def files(checkpoint: Checkpoint) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in found}
 
 
-def weight_bytes(config: ModelConfig, precision: str) -> int:
-    """Memory of the packed linears with a head of the same precision, and of the BF16 embedding."""
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes = [(width + 2 * kv_width, hidden), (hidden, width), (2 * inner, hidden), (hidden, inner)]
-    shapes = shapes * config.layers + [(config.vocab_size, hidden)]
-    scales = SCALE_BYTES if precision == "w8a8" else 0
-    packed = sum(rows * (columns * BYTES_A_WEIGHT[precision] + scales) for rows, columns in shapes)
-    norms = 4 * hidden * (2 * config.layers + 1)
-    return packed + norms + 2 * config.vocab_size * hidden
-
-
 def page(content: dict[str, Any]) -> str:
     """The same for people."""
     kv_bytes = content["kv_bytes_per_1000_tokens"]
-    memory = [
-        (f"memory, {name}", f"{megabytes(needs['weight_bytes'])} of weights")
-        for name, needs in content["verifiers"].items()
-    ]
     files = [(f"file {name}", megabytes(size)) for name, size in content["files"].items()]
     plain = [
         (name.replace("_", " "), _shown(value))
         for name, value in content.items()
-        if name not in ("files", "verifiers", "kv_bytes_per_1000_tokens")
+        if name not in ("files", "verifiers", "kv_bytes_per_1000_tokens", "memory_context")
     ]
-    cache = ("memory, cache", f"{megabytes(kv_bytes)} for 1,000 tokens")
-    return terminal.listing([*plain, *files, *memory, cache])
+    cache = ("cache", f"{megabytes(kv_bytes)} for 1,000 tokens")
+    listing = terminal.listing([*plain, *files, cache])
+    return f"{listing}\n\n{memory_table(content)}"
+
+
+def memory_table(content: dict[str, Any]) -> str:
+    """The memory of each verifier by part, and what is reached at most."""
+    verifiers = content["verifiers"]
+    rows = [
+        [part, *(megabytes(needs[f"{part}_bytes"]) for needs in verifiers.values())]
+        for part in PARTS
+    ]
+    title = f"memory for {content['memory_context']:,} tokens"
+    return terminal.table([title, *verifiers], rows)
 
 
 def _shown(value: Any) -> str:

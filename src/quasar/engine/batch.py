@@ -63,7 +63,7 @@ def pack(sequences: List[tuple[Sequence, int]]) -> Pack:
     for sequence, count in sequences:
         start, draft = sequence.cached, sequence.draft
         complete = count == sequence.pending
-        assert complete or not draft, "a draft follows the newest token only"
+        assert not draft or (complete and count == 1), "a draft follows the newest token only"
         tree = bool(draft) and not draft.is_chain
         tokens += sequence.tokens[start : start + count] + list(draft.tokens)
         steps = [depth + count - 1 for depth in depths(draft)[1:]]

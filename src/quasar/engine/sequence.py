@@ -79,13 +79,16 @@ class Sequence:
 
     @property
     def slots_needed(self) -> int:
-        """Cache slots that this request can ever use, rejected drafts included."""
-        return self.completion.stats.prompt_tokens + self.limit + self.drafter.draft_tokens
+        """Cache slots that this request can ever use, rejected drafts included.
+
+        The last token is never cached, and `draft_limit` keeps drafts within what may be emitted.
+        """
+        return self.completion.stats.prompt_tokens + self.limit - 1
 
     @property
     def draft_limit(self) -> int:
         """A longer draft could only be cut: each step emits one token more than it accepts."""
-        return self.limit - len(self.completion.tokens) - 1
+        return min(self.drafter.draft_tokens, self.limit - len(self.completion.tokens) - 1)
 
     def start_clock(self) -> None:
         self._start = time.perf_counter()
@@ -110,11 +113,12 @@ class Sequence:
             stats.draft_tokens += len(self.draft)
             stats.accepted_tokens += min(taken, len(verdict.path))
             stats.decode_seconds = now - self._first
+        new = verdict.tokens[:taken]
         if self.finish_reason is not None:
             text += self._finish()
+        else:
+            self.drafter.observe(new)
         self.completion.text += text
-        new = verdict.tokens[:taken]
-        self.drafter.observe(new)
         return Progress(self.request_id, new, text, self.finish_reason)
 
     def _take(self, token: int) -> str:
@@ -139,3 +143,9 @@ class Sequence:
     def cancel(self) -> None:
         self.finish_reason = "cancelled"
         self.completion.text += self._finish()
+
+    def fail(self, error: Exception) -> Progress:
+        """End with what was emitted so far; held-back text is not trusted any more."""
+        self.finish_reason = self.completion.finish_reason = "error"
+        self.completion.error = error
+        return Progress(self.request_id, (), "", "error")

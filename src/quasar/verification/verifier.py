@@ -11,6 +11,7 @@ from quasar.cache import KVCache
 from quasar.checkpoints.base import Checkpoint
 from quasar.errors import UsageError
 from quasar.kernels.base import Backend, Buffer, DenseWeight, RaggedBatch
+from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.decoder import Decoder, load_decoder
 from quasar.models.families import parse_config
@@ -79,4 +80,5 @@ def load_verifier(
 
     head = quantize_head if head_precision == "w8a8" else DenseWeight
     decoder = load_decoder(checkpoint, parse_config(checkpoint.config), backend, head)
+    trim_heap()  # what was packed: 56 MB of SmolLM2-135M's head otherwise stay for ever
     return Verifier(decoder, precision, head_precision)

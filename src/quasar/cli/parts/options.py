@@ -12,6 +12,8 @@ from quasar.types import MAX_DRAFT_NODES, SamplingParams
 
 DEFAULT_VERIFIER = "w8a8"
 DEFAULT_DRAFTER = "ngram"
+DEFAULT_CONTEXT = 8192
+"""Tokens of conversation kept at most: the cache for them is reserved at the start."""
 
 
 def positive(text: str) -> int:
@@ -83,6 +85,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face folder, a GGUF file, a folder of `quasar quantize`, a hub id, "
         "or smollm2-135m",
+    )
+
+
+def add_context(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument(
+        "--context",
+        type=positive,
+        default=DEFAULT_CONTEXT,
+        metavar="N",
+        help=f"{meaning} (default: %(default)s, or what the model holds)",
     )
 
 
