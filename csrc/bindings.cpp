@@ -38,10 +38,21 @@ struct Attention {
   quasar_attention spec;
   int64_t positions;  // rows of the rotary tables
 
-  Attention(int32_t heads, int32_t kv_heads, int32_t head_dim, int32_t block_size, float scale,
-            Address cos, Address sin, int64_t positions)
-      : spec{heads, kv_heads, head_dim, block_size, scale, at<const float>(cos),
-             at<const float>(sin)},
+  Attention(int32_t heads, int32_t kv_heads, int32_t head_dim, int32_t block_size, int32_t rotated,
+            int32_t window, float scale, float norm_eps, Address cos, Address sin, Address q_norm,
+            Address k_norm, int64_t positions)
+      : spec{heads,
+             kv_heads,
+             head_dim,
+             block_size,
+             rotated,
+             window,
+             scale,
+             norm_eps,
+             at<const float>(cos),
+             at<const float>(sin),
+             at<const float>(q_norm),
+             at<const float>(k_norm)},
         positions(positions) {}
 };
 
@@ -243,7 +254,8 @@ NB_MODULE(_native, m) {
   nb::class_<Linear>(m, "Linear")
       .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, bool>());
   nb::class_<Attention>(m, "Attention")
-      .def(nb::init<int32_t, int32_t, int32_t, int32_t, float, Address, Address, int64_t>());
+      .def(nb::init<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, float, float, Address,
+                    Address, Address, Address, int64_t>());
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<nb::object, int32_t, int32_t, int32_t, Address, Address, Address, Address,
                     Address, Address>());

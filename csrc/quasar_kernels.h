@@ -21,9 +21,13 @@ struct quasar_linear {
 // Rotary grouped-query attention over a paged BF16 cache.
 struct quasar_attention {
   int32_t heads, kv_heads, head_dim, block_size;
-  float scale;
-  const float* cos;  // [positions, head_dim / 2]
+  int32_t rotated;  // leading dimensions of a head that are, even
+  int32_t window;   // logical positions that a row sees, or 0: all
+  float scale, norm_eps;
+  const float* cos;  // [positions, rotated / 2]
   const float* sin;
+  const float* q_norm;  // [head_dim], and k_norm, or both null
+  const float* k_norm;
 };
 
 // The rows of one pass: see RaggedBatch in kernels/base.py.

@@ -1,13 +1,14 @@
 // Rotary grouped-query attention over a paged BF16 cache, for 16 lanes of fp32.
 //
-// For a query row with visible slots s_0 < s_1 < ... < s_{n-1} (logical positions 0..n-1):
+// For a query row at logical position n - 1, which sees j = max(0, n - window) .. n - 1:
 //   a_j = scale * (q . k_j)     one accumulator a position, pairs of dimensions ascending (dpbf16)
 //   m   = max a_j,  p_j = e^(a_j - m)
 //   z   = sum p_j               16 lanes by j mod 16, j ascending, then one fixed tree
 //   o_d = (sum p_j v_jd) / z    one accumulator a dimension, j strictly ascending (fp32 fma)
-// The visible slots of a tree node are all slots of the context, the root, then its ancestors: they
-// count as consecutive logical positions and the others are skipped. Nothing above knows of threads,
-// of other rows or of blocks, so chain, tree, chunked prefill and plain decoding give equal bits.
+// The slots behind a tree node are all slots of the context, the root, then its ancestors: they
+// count as consecutive logical positions and the others are skipped. Position is counted from the
+// start of the sequence, window or not, and nothing above knows of threads, of other rows or of
+// blocks, so chain, tree, chunked prefill and plain decoding give equal bits.
 //
 // Cache: a block holds for each kv head K, then V.
 //   K: [head_dim / 2][block_size][2]: one dpbf16 with a broadcast query pair adds two dimensions to
@@ -16,7 +17,8 @@
 //      the even dimensions, the high halves (masked) the odd ones: two operations widen 32 values.
 // Queries: all heads of a group and all rows of a sequence share K and V, so they are one list of
 // query vectors [row][head of the group]. Blocks of up to 6 of them are held in registers, against
-// a run of 4 x 16 positions of K (24 sums) or 4 x 16 dimensions of V (24 sums).
+// a run of 4 x 16 positions of K (24 sums) or 4 x 16 dimensions of V (24 sums). They share the
+// slots that all of a block see; the few at either end that only some see are added one by one.
 //
 // Measured, one core of a Zen 4 at 3.66 GHz (one dpbf16 or fma of 16 lanes a cycle), 9 heads of 64
 // over 3 kv heads: 6 rows at context 2048 take 224 us, which is what their dpbf16, fma and
@@ -67,28 +69,21 @@ struct HeadCache {
   }
 };
 
-// x [2 * half] fp32, rotated and rounded to BF16.
-inline void rotate(const float* x, const float* cos, const float* sin, int64_t half,
-                   uint16_t* out) {
-  for (int64_t i = 0; i < half; i += lanes) {
-    const __mmask16 mask = low_bits(half - i);
-    const __m512 low = _mm512_maskz_loadu_ps(mask, x + i);
-    const __m512 high = _mm512_maskz_loadu_ps(mask, x + half + i);
+// x [head_dim] fp32, perhaps normed, its leading 2 * half dimensions rotated, rounded to BF16 once.
+template <bool kNorm>
+inline void place(const RowSource<kNorm>& x, int64_t head_dim, const float* cos, const float* sin,
+                  int64_t half, uint16_t* out) {
+  const auto store = [&](int64_t i, __mmask16 mask, __m512 values) {
+    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(values));
+  };
+  each_group(0, half, [&](int64_t i, __mmask16 mask) {
+    const __m512 low = x.load(i, mask), high = x.load(half + i, mask);
     const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i);
     const __m512 s = _mm512_maskz_loadu_ps(mask, sin + i);
-    const __m512 first = _mm512_sub_ps(_mm512_mul_ps(low, c), _mm512_mul_ps(high, s));
-    const __m512 second = _mm512_add_ps(_mm512_mul_ps(high, c), _mm512_mul_ps(low, s));
-    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(first));
-    _mm256_mask_storeu_epi16(out + half + i, mask, (__m256i)_mm512_cvtneps_pbh(second));
-  }
-}
-
-inline void round_values(const float* x, int64_t count, uint16_t* out) {
-  for (int64_t i = 0; i < count; i += lanes) {
-    const __mmask16 mask = low_bits(count - i);
-    const __m512 values = _mm512_maskz_loadu_ps(mask, x + i);
-    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(values));
-  }
+    store(i, mask, _mm512_sub_ps(_mm512_mul_ps(low, c), _mm512_mul_ps(high, s)));
+    store(half + i, mask, _mm512_add_ps(_mm512_mul_ps(high, c), _mm512_mul_ps(low, s)));
+  });
+  each_group(2 * half, head_dim, [&](int64_t i, __mmask16 mask) { store(i, mask, x.load(i, mask)); });
 }
 
 // Rotated key [head_dim] -> the cache.
@@ -117,6 +112,8 @@ struct Attend {
   int64_t reach_of(int64_t sequence) const {
     return batch.context_lengths[sequence] + rows_of(sequence);
   }
+  // First of the logical positions that a row sees which ends before position `end`.
+  int64_t start(int64_t end) const { return a.window && end > a.window ? end - a.window : 0; }
   // First query vector of a sequence and kv head.
   int64_t query_index(int64_t sequence, int64_t kv_head) const {
     return (kv_head * batch.rows + batch.row_offsets[sequence]) * group();
@@ -129,22 +126,29 @@ struct Attend {
 // One row: queries to scratch, key and value to the cache.
 inline void append_row(const Attend& t, int64_t sequence, int64_t row) {
   const quasar_attention& a = t.a;
-  const int64_t d = a.head_dim, half = d / 2, group = t.group();
+  const int64_t d = a.head_dim, half = a.rotated / 2, group = t.group();
   const int64_t slot =
       t.batch.context_lengths[sequence] + row - t.batch.row_offsets[sequence];
   const float* x = t.qkv + row * (a.heads + 2 * a.kv_heads) * d;
   const float* cos = a.cos + t.batch.positions[row] * half;
   const float* sin = a.sin + t.batch.positions[row] * half;
+  const auto place_head = [&](const float* head, const float* norm, uint16_t* out) {
+    if (norm)
+      place(RowSource<true>{head, norm, inverse_rms(head, d, a.norm_eps)}, d, cos, sin, half, out);
+    else
+      place(RowSource<false>{head, nullptr, 1.0f}, d, cos, sin, half, out);
+  };
   alignas(64) uint16_t key[1024];
   for (int64_t h = 0; h < a.heads; ++h) {
     const int64_t index = (h / group * t.batch.rows + row) * group + h % group;
-    rotate(x + h * d, cos, sin, half, t.queries + index * d);
+    place_head(x + h * d, a.q_norm, t.queries + index * d);
   }
   for (int64_t h = 0; h < a.kv_heads; ++h) {
     const HeadCache head = t.head(sequence, h);
-    rotate(x + (a.heads + h) * d, cos, sin, half, key);
+    place_head(x + (a.heads + h) * d, a.k_norm, key);
     append_key(head, slot, key);
-    round_values(x + (a.heads + a.kv_heads + h) * d, d, head.value(slot));
+    const RowSource<false> value{x + (a.heads + a.kv_heads + h) * d, nullptr, 1.0f};
+    place(value, d, nullptr, nullptr, 0, head.value(slot));
   }
 }
 
@@ -189,18 +193,23 @@ inline void score_block(const uint16_t* queries, int64_t head_dim, const KeyRun&
       _mm512_storeu_ps(scores + q * stride + t * lanes, _mm512_mul_ps(sum[q][t], factor));
 }
 
-// Softmax weights of one query in place; returns their sum. scores [count], then garbage.
-inline float soften(float* scores, int64_t count) {
+// Softmax weights of the positions begin .. end - 1 of one query in place; returns their sum. Whole
+// registers are worked on: what lies in them besides counts as -infinity, whose weight is 0.
+inline float soften(float* scores, int64_t begin, int64_t end) {
   const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
+  const int64_t aligned = begin / lanes * lanes;
+  const auto hide = [&](float* at, __mmask16 shown) {
+    _mm512_storeu_ps(at, _mm512_mask_loadu_ps(lowest, shown, at));
+  };
+  if (begin > aligned) hide(scores + aligned, ~low_bits(begin - aligned));
+  hide(scores + (end - 1) / lanes * lanes, low_bits((end - 1) % lanes + 1));
   __m512 largest = lowest;
-  for (int64_t j = 0; j < count; j += lanes)
-    largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(lowest, low_bits(count - j), scores + j));
+  for (int64_t j = aligned; j < end; j += lanes)
+    largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + j));
   const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   __m512 sum = _mm512_setzero_ps();
-  for (int64_t j = 0; j < count; j += lanes) {
-    const __mmask16 mask = low_bits(count - j);
-    const __m512 score = _mm512_maskz_loadu_ps(mask, scores + j);
-    const __m512 weight = _mm512_maskz_mov_ps(mask, exp_ps(_mm512_sub_ps(score, shift)));
+  for (int64_t j = aligned; j < end; j += lanes) {
+    const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + j), shift));
     _mm512_storeu_ps(scores + j, weight);
     sum = _mm512_add_ps(sum, weight);
   }
@@ -217,19 +226,25 @@ inline Halves widen(const uint16_t* value, __mmask16 mask) {
           _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)))};
 }
 
-// `sums` [Q][H][32] = weights [Q][count] x V of the first `count` slots, H times 32 dimensions.
+// A run of slots.
+struct Range {
+  int64_t begin, end;
+};
+
+// `sums` [Q][H][32] += weights [Q][slot] x V of the slots of a range, H times 32 dimensions.
 template <int Q, int H>
 inline void weigh_block(const HeadCache& head, int64_t dimension, const __mmask16* masks,
-                        const float* weights, int64_t stride, int64_t count, float* sums) {
+                        const float* weights, int64_t stride, Range slots, float* sums) {
   __m512 sum[Q][2 * H];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * H; ++i) sum[q][i] = _mm512_setzero_ps();
-  for (int64_t begin = 0; begin < count; begin += head.block_size) {
-    const int64_t size = count - begin < head.block_size ? count - begin : head.block_size;
+    for (int i = 0; i < 2 * H; ++i) sum[q][i] = _mm512_loadu_ps(sums + (q * 2 * H + i) * 16);
+  for (int64_t begin = slots.begin, size; begin < slots.end; begin += size) {
+    const int64_t in_block = head.block_size - begin % head.block_size, left = slots.end - begin;
+    size = in_block < left ? in_block : left;
     const uint16_t* value = head.value(begin) + dimension;
-    const int64_t next = begin + 2 * size < count ? begin + 2 * size : begin;
+    const int64_t next = 2 * size < left ? begin + 2 * size : begin;
     const uint16_t* after = head.value(next) + dimension;
     for (int64_t j = 0; j < size; ++j, value += head.head_dim, after += head.head_dim) {
       Halves v[H];
@@ -306,8 +321,21 @@ struct QueryTile {
   int64_t node(int64_t q) const { return (first + q) / group; }
   // Slots up to the node's own: those a row may see.
   int64_t reach(int64_t q) const { return context + node(q) + 1; }
-  // The leading slots that query q and all after it see.
-  int64_t shared(int64_t q) const { return tree ? context + 1 : reach(q); }
+  // The logical positions that query q sees. Those up to the root's are slots.
+  Range seen(int64_t q) const {
+    const int64_t end = tree ? context + 1 + __builtin_popcountll(ancestors(q)) : reach(q);
+    return {t.start(end), end};
+  }
+  // No query from q on sees a slot before this one.
+  int64_t oldest(int64_t q) const { return t.start(tree ? context + 1 : reach(q)); }
+  // The slots that the queries q .. q + count - 1 all see, but for ancestors.
+  Range shared(int64_t q, int64_t count) const {
+    const int64_t end = tree ? context + 1 : reach(q);
+    int64_t begin = 0;
+    for (int64_t i = q; t.a.window && i < q + count; ++i)
+      if (seen(i).begin > begin) begin = seen(i).begin;
+    return {begin < end ? begin : end, end};
+  }
   uint64_t ancestors(int64_t q) const { return t.batch.ancestors[row_offset + node(q)]; }
   const uint16_t* query(int64_t q) const { return t.queries + (index + q) * t.a.head_dim; }
   float* output(int64_t q) const {
@@ -347,7 +375,7 @@ inline void score(const QueryTile& tile, int64_t begin, int64_t end, float* scor
     const KeyRun run{head.key(slot), head.key(next < last ? next : slot), head.key_row()};
     for (int64_t q = 0, queries; q < tile.count; q += queries) {
       queries = block_of(tile.count - q);
-      if (tile.reach(q + queries - 1) <= slot) continue;
+      if (tile.reach(q + queries - 1) <= slot || tile.oldest(q) >= slot + size) continue;
       with_count(queries, [&](auto n) {
         constexpr int Q = n.value;
         const auto block = size == key_run     ? score_block<Q, 4>
@@ -360,14 +388,12 @@ inline void score(const QueryTile& tile, int64_t begin, int64_t end, float* scor
   }
 }
 
-// Visible scores of a tree node moved together, in logical order; returns how many there are.
-inline int64_t compact(const QueryTile& tile, int64_t q, float* scores) {
-  if (!tile.tree) return tile.reach(q);
-  const int64_t below = tile.context + 1;  // the root
-  int64_t visible = below;
+// The scores of a tree node's ancestors moved to their logical positions.
+inline void compact(const QueryTile& tile, int64_t q, float* scores) {
+  const float* below = scores + tile.context + 1;  // the root
+  int64_t position = tile.context + 1;
   for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1)
-    scores[visible++] = scores[below + __builtin_ctzll(bits)];
-  return visible;
+    scores[position++] = below[__builtin_ctzll(bits)];
 }
 
 // Scores of the queries q .. q + count - 1 become weights.
@@ -375,7 +401,9 @@ inline void soften_queries(const QueryTile& tile, int64_t q, int64_t count, floa
                            float* totals) {
   for (int64_t i = 0; i < count; ++i) {
     float* row = scores + i * tile.t.stride;
-    totals[i] = soften(row, compact(tile, q + i, row));
+    if (tile.tree) compact(tile, q + i, row);
+    const Range seen = tile.seen(q + i);
+    totals[i] = soften(row, seen.begin, seen.end);
   }
 }
 
@@ -393,37 +421,56 @@ struct Slice {
   }
 };
 
-// The slots of query q behind the `shared` ones of its block.
-inline void weigh_own(const QueryTile& tile, int64_t q, int64_t shared, const Slice& slice,
-                      const float* weights, float* sums) {
-  const auto add = [&](int64_t slot, float weight) {
+// Adds values of query q one position at a time.
+struct Weigher {
+  const QueryTile& tile;
+  int64_t q;
+  const Slice& slice;
+  const float* weights;
+  float* sums;
+
+  void add(int64_t slot, int64_t position) const {
     const uint16_t* value = tile.head.value(slot) + slice.dimension;
-    weigh_slot(value, slice.halves, slice.masks, weight, sums);
-  };
-  if (!tile.tree) {
-    for (int64_t j = shared; j < tile.reach(q); ++j) add(j, weights[j]);
-    return;
+    weigh_slot(value, slice.halves, slice.masks, weights[position], sums);
   }
-  int64_t j = shared;
-  for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1)
-    add(tile.context + 1 + __builtin_ctzll(bits), weights[j++]);
-}
+  // What it sees before the slots that its block shares.
+  void before(Range shared) const {
+    for (int64_t j = tile.seen(q).begin; j < shared.begin; ++j) add(j, j);
+  }
+  // And behind them.
+  void after(Range shared) const {
+    const Range seen = tile.seen(q);
+    if (tile.tree) return add_ancestors(seen.begin);
+    for (int64_t j = seen.begin > shared.end ? seen.begin : shared.end; j < seen.end; ++j) add(j, j);
+  }
+  void add_ancestors(int64_t oldest) const {
+    const int64_t below = tile.context + 1;  // the root
+    int64_t position = below;
+    for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1, ++position)
+      if (position >= oldest) add(below + __builtin_ctzll(bits), position);
+  }
+};
 
 // The output of `count` queries from q on, in a slice of the dimensions.
 inline void weigh(const QueryTile& tile, int64_t q, int64_t count, const Slice& slice,
                   const float* weights, const float* totals) {
-  const int64_t stride = tile.t.stride, shared = tile.shared(q);
+  const int64_t stride = tile.t.stride, width = 32 * slice.halves;
+  const Range shared = tile.shared(q, count);
   alignas(64) float sums[query_block * 64];
+  __builtin_memset(sums, 0, count * width * sizeof(float));
+  const auto weigher = [&](int64_t i) {
+    return Weigher{tile, q + i, slice, weights + i * stride, sums + i * width};
+  };
+  for (int64_t i = 0; tile.t.a.window && i < count; ++i) weigher(i).before(shared);
   with_count(count, [&](auto n) {
     const auto block = slice.halves > 1 ? weigh_block<n.value, 2> : weigh_block<n.value, 1>;
     block(tile.head, slice.dimension, slice.masks, weights, stride, shared, sums);
   });
   for (int64_t i = 0; i < count; ++i) {
-    float* own = sums + i * 32 * slice.halves;
-    weigh_own(tile, q + i, shared, slice, weights + i * stride, own);
+    weigher(i).after(shared);
     float* out = tile.output(q + i) + slice.dimension;
     for (int h = 0; h < slice.halves; ++h)
-      store_half(own + 32 * h, totals[i], slice.masks[h], out + 32 * h);
+      store_half(sums + i * width + 32 * h, totals[i], slice.masks[h], out + 32 * h);
   }
 }
 
@@ -475,7 +522,7 @@ inline void append_rows(const Attend& t, int32_t threads) {
 
 inline void attend_tile(const QueryTile& tile, float* scores) {
   const int64_t stride = tile.t.stride, d = tile.head.head_dim;
-  score(tile, 0, tile.reach(tile.count - 1), scores);
+  score(tile, tile.oldest(0) / lanes * lanes, tile.reach(tile.count - 1), scores);
   for (int64_t q = 0, count; q < tile.count; q += count) {
     count = block_of(tile.count - q);
     float totals[query_block];
@@ -504,13 +551,17 @@ struct Split {
   int64_t kv_heads, run;  // slots that are scored together
   int width;              // of a slice, in halves
 
-  Split(const Attend& t, int64_t longest, int32_t threads) : t(t), kv_heads(t.a.kv_heads) {
+  Split(const Attend& t, int64_t span, int32_t threads) : t(t), kv_heads(t.a.kv_heads) {
     const int64_t items = 6 * threads;
-    run = round_up((t.batch.sequences * kv_heads * longest + items - 1) / items, 64);
+    run = round_up((t.batch.sequences * kv_heads * span + items - 1) / items, 64);
     const int64_t blocks = (t.batch.rows * t.group() + query_block - 1) / query_block;
     width = kv_heads * blocks * ((t.a.head_dim + 63) / 64) >= 4 * threads ? 2 : 1;
   }
-  int64_t runs(int64_t s) const { return (t.reach_of(s) + run - 1) / run; }
+  // The block from which on slots are seen.
+  int64_t start(int64_t s) const {
+    return t.start(t.batch.context_lengths[s] + 1) / t.a.block_size * t.a.block_size;
+  }
+  int64_t runs(int64_t s) const { return (t.reach_of(s) - start(s) + run - 1) / run; }
   int64_t slices() const { return (t.a.head_dim + 32 * width - 1) / (32 * width); }
   int64_t blocks(int64_t s) const { return tiles_of(t, s, query_block); }
   QueryTile block(int64_t s, int64_t item) const {
@@ -522,8 +573,10 @@ struct Split {
 
   void score_run(int64_t s, int64_t item) const {
     const QueryTile tile = tile_of(t, s, item / runs(s), 0, INT64_MAX);
-    const int64_t begin = item % runs(s) * run, reach = t.reach_of(s);
-    score(tile, begin, begin + run < reach ? begin + run : reach, scores(tile));
+    const int64_t begin = start(s) + item % runs(s) * run, reach = t.reach_of(s);
+    const int64_t oldest = tile.oldest(0) / lanes * lanes;
+    score(tile, begin > oldest ? begin : oldest, begin + run < reach ? begin + run : reach,
+          scores(tile));
   }
   void soften_block(int64_t s, int64_t item) const {
     const QueryTile tile = block(s, item);
@@ -552,16 +605,17 @@ inline void attend_split(const Split& split, int32_t threads) {
 // ---- The table's functions ------------------------------------------------------------------
 
 // Who does what in one call: the plan that is estimated to end first. Unit of time: one query
-// vector against the longest context; a tile costs 1.5 of them besides (loads of K and V), a step
-// that threads share about 2500 cycles, a vector about reach * head_dim / 8.
+// vector against the `span` of slots that it sees in the longest context; a tile costs 1.5 of them
+// besides (loads of K and V), a step that threads share about 2500 cycles, a vector about
+// span * head_dim / 8.
 struct Plan {
   int32_t threads;
   int64_t tile = query_tile;
   bool split = false;
 
-  Plan(const quasar_attention& a, const quasar_batch& batch, int64_t longest, int32_t team)
+  Plan(const quasar_attention& a, const quasar_batch& batch, int64_t span, int32_t team)
       : threads(1) {
-    const double vector = static_cast<double>(longest * a.head_dim) / 8, step = 2500 / vector;
+    const double vector = static_cast<double>(span * a.head_dim) / 8, step = 2500 / vector;
     const int64_t heads = int64_t{a.kv_heads} * batch.sequences;
     const int64_t rows = (batch.rows + batch.sequences - 1) / batch.sequences;
     const int64_t queries = rows * (a.heads / a.kv_heads);
@@ -620,7 +674,8 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
     const int64_t reach = batch->context_lengths[s] + rows;
     if (reach > longest) longest = reach;
   }
-  const Plan plan(*a, *batch, longest, threads);
+  const int64_t span = a->window && a->window < longest ? a->window : longest;
+  const Plan plan(*a, *batch, span, threads);
   const AttendLayout layout(*a, batch->rows, longest, threads);
   char* queries = static_cast<char*>(scratch);
   char* totals = queries + layout.queries;
@@ -637,7 +692,7 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
                  layout.stride};
   append_rows(t, threads);
   if (plan.split)
-    attend_split(Split(t, longest, threads), threads);
+    attend_split(Split(t, span, threads), threads);
   else
     attend_whole(t, plan.threads);
 }

@@ -59,6 +59,25 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
         raise ValueError(f"{name} must be contiguous")
 
 
+def _check_attention(spec: AttentionSpec) -> None:
+    heads, kv_heads, head_dim = spec.heads, spec.kv_heads, spec.head_dim
+    if kv_heads < 1 or heads < 1 or heads % kv_heads or head_dim % 2 or not 2 <= head_dim <= 1024:
+        shape = f"{heads} / {kv_heads} heads of {head_dim}"
+        raise ValueError(f"attention of {shape} cannot be grouped or rotated")
+    if not 0 <= spec.window < 2**31:
+        raise ValueError(f"window must be 0 or a number of positions, not {spec.window}")
+    table = (*spec.cos.shape[:1], min(spec.cos.shape[-1], head_dim // 2))
+    _check("cos", spec.cos, torch.float32, table)
+    _check("sin", spec.sin, torch.float32, table)
+    if (spec.q_norm is None) != (spec.k_norm is None):
+        raise ValueError("q_norm and k_norm must both be given, or neither")
+    for name, norm in (("q_norm", spec.q_norm), ("k_norm", spec.k_norm)):
+        if norm is not None:
+            _check(name, norm, torch.float32, (head_dim,))
+    if not 0 <= spec.norm_eps < math.inf:
+        raise ValueError(f"norm_eps must be a number of at least 0, not {spec.norm_eps}")
+
+
 def _rows_of(weight: LinearWeight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
     """Precision, rows [out, in], scale and bias [out] fp32 or None, all of them checked."""
     if isinstance(weight, DenseWeight):
@@ -174,15 +193,13 @@ class CpuBackend:
         known = self._attention.get(id(spec))
         if known is not None:
             return known[0]
-        if spec.head_dim % 2 or not 2 <= spec.head_dim <= 1024 or spec.heads % spec.kv_heads:
-            shape = f"{spec.heads} / {spec.kv_heads} heads of {spec.head_dim}"
-            raise ValueError(f"attention of {shape} cannot be grouped or rotated")
-        table = (spec.cos.shape[0], spec.head_dim // 2)
-        _check("cos", spec.cos, torch.float32, table)
-        _check("sin", spec.sin, torch.float32, table)
-        sizes = (spec.heads, spec.kv_heads, spec.head_dim, self.block_size)
-        tables = (spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[0])
-        handle = _native.Attention(*sizes, spec.scale, *tables)
+        _check_attention(spec)
+        norms = (0 if norm is None else norm.data_ptr() for norm in (spec.q_norm, spec.k_norm))
+        handle = _native.Attention(
+            *(spec.heads, spec.kv_heads, spec.head_dim, self.block_size),
+            *(2 * spec.cos.shape[1], spec.window, spec.scale, spec.norm_eps),
+            *(spec.cos.data_ptr(), spec.sin.data_ptr(), *norms, spec.cos.shape[0]),
+        )
         self._attention[id(spec)] = (handle, spec)
         return handle
 
