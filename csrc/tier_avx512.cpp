@@ -4,15 +4,21 @@
 #include <immintrin.h>
 #include <time.h>
 
+#include "kernels/table.inl"
 #include "parallel.h"
 #include "quasar_kernels.h"
 
 namespace {
 
+#include "vector/avx512.inl"
+#include "vector/x86.inl"
+//
 #include "kernels/exp.inl"
 #include "kernels/norm.inl"
 #include "kernels/linear_bf16.inl"
+#include "kernels/linear_bf16_dot.inl"
 #include "kernels/linear_w8a8.inl"
+#include "kernels/linear_w8a8_vnni.inl"
 #include "kernels/linear.inl"
 #include "kernels/peaks.inl"
 #include "kernels/attention.inl"
@@ -20,23 +26,4 @@ namespace {
 
 }  // namespace
 
-extern "C" const quasar_tier quasar_tier_avx512;
-const quasar_tier quasar_tier_avx512 = {
-    "avx512",
-    packed_bytes,
-    pack,
-    linear_scratch_bytes,
-    norm_linear,
-    norm_gated,
-    linear_add,
-    cache_block_bytes,
-    attention_scratch_bytes,
-    attend,
-    move_slots,
-    argmax,
-    top_k_scratch_bytes,
-    top_k,
-    gumbel_argmax,
-    read_bandwidth,
-    multiply_rate,
-};
+QUASAR_TABLE(avx512)
