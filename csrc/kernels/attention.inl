@@ -27,14 +27,30 @@
 // costs 145 us.
 
 constexpr int64_t lanes = 16;
-constexpr int64_t query_block = 6;
-constexpr int64_t key_run = 4 * lanes;
-constexpr int64_t query_tile = 24;  // query vectors that pass over the cache together
+constexpr int64_t query_tile = 24;          // query vectors that pass over the cache together
+constexpr int64_t keys_ahead = 8 * lanes;   // of the run that is scored, to fetch
+constexpr int64_t half = 2 * lanes;         // values that are one register of pairs
 
 template <int N>
 struct Constant {
   static constexpr int value = N;
 };
+
+// Calls f with the constant 1 .. Most that equals `count`.
+template <int Most, class F>
+inline void with_count(int64_t count, const F& f) {
+  if constexpr (Most > 1)
+    if (count < Most) return with_count<Most - 1>(count, f);
+  f(Constant<Most>());
+}
+
+// Calls f with the largest of the constants 1, 2, 4 .. Most that `count` reaches.
+template <int Most, class F>
+inline void with_power(int64_t count, const F& f) {
+  if constexpr (Most > 1)
+    if (count < Most) return with_power<Most / 2>(count, f);
+  f(Constant<Most>());
+}
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -69,21 +85,66 @@ struct HeadCache {
   }
 };
 
-// x [head_dim] fp32, perhaps normed, its leading 2 * half dimensions rotated, rounded to BF16 once.
-template <bool kNorm>
+// How queries meet keys where one instruction multiplies pairs of BF16 values: as they are.
+struct PairProducts {
+  using Query = uint16_t;
+  using Keys = I32;
+  using Factor = I32;
+  static inline Keys keys(I32 pairs) { return pairs; }
+  static inline Factor factor(const uint16_t* query) {
+    int32_t pair;
+    __builtin_memcpy(&pair, query, 4);
+    return splat(pair);
+  }
+  static inline F16 add(F16 sum, Factor query, Keys keys) { return add_dot(sum, query, keys); }
+};
+
+// Elsewhere: keys are widened as they come, queries are kept in fp32. The even dimension first.
+struct WidenedProducts {
+  using Query = float;
+  using Keys = EvenOdd;
+  using Factor = EvenOdd;
+  static inline Keys keys(I32 pairs) { return widen(pairs); }
+  static inline Factor factor(const float* query) { return {splat(query[0]), splat(query[1])}; }
+  static inline F16 add(F16 sum, Factor query, Keys keys) {
+    return fma(query.odd, keys.odd, fma(query.even, keys.even, sum));
+  }
+};
+
+template <bool kPairs>
+struct ProductsOf {
+  using Type = PairProducts;
+};
+template <>
+struct ProductsOf<false> {
+  using Type = WidenedProducts;
+};
+using Products = ProductsOf<kMultipliesPairs>::Type;
+using Query = Products::Query;
+
+inline void store_rounded(uint16_t* to, F16 x, int64_t count) { store_bf16(to, x, count); }
+inline void store_rounded(float* to, F16 x, int64_t count) {
+  alignas(64) uint16_t values[lanes];
+  store_bf16(values, x, count);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(values[i]) << 16;
+    __builtin_memcpy(to + i, &bits, 4);
+  }
+}
+
+// x [head_dim] fp32, perhaps normed, its leading 2 * pairs dimensions rotated, rounded to BF16 once.
+template <bool kNorm, class Value>
 inline void place(const RowSource<kNorm>& x, int64_t head_dim, const float* cos, const float* sin,
-                  int64_t half, uint16_t* out) {
-  const auto store = [&](int64_t i, __mmask16 mask, __m512 values) {
-    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(values));
-  };
-  each_group(0, half, [&](int64_t i, __mmask16 mask) {
-    const __m512 low = x.load(i, mask), high = x.load(half + i, mask);
-    const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i);
-    const __m512 s = _mm512_maskz_loadu_ps(mask, sin + i);
-    store(i, mask, _mm512_sub_ps(_mm512_mul_ps(low, c), _mm512_mul_ps(high, s)));
-    store(half + i, mask, _mm512_add_ps(_mm512_mul_ps(high, c), _mm512_mul_ps(low, s)));
+                  int64_t pairs, Value* out) {
+  each_group(0, pairs, [&](int64_t i, int64_t count) {
+    const F16 low = x.values(i, count), high = x.values(pairs + i, count);
+    const F16 c = load(cos + i, count), s = load(sin + i, count);
+    store_rounded(out + i, low * c - high * s, count);
+    store_rounded(out + pairs + i, high * c + low * s, count);
   });
-  each_group(2 * half, head_dim, [&](int64_t i, __mmask16 mask) { store(i, mask, x.load(i, mask)); });
+  each_group(2 * pairs, head_dim, [&](int64_t i, int64_t count) {
+    store_rounded(out + i, x.values(i, count), count);
+  });
 }
 
 // Rotated key [head_dim] -> the cache.
@@ -100,7 +161,7 @@ struct Attend {
   const float* qkv;
   uint16_t* cache;
   float* out;
-  uint16_t* queries;  // [kv_heads][rows][group][head_dim] BF16
+  Query* queries;  // [kv_heads][rows][group][head_dim], BF16 values
   float* scores;      // whole: a thread has [tile][stride]; split: every query has [stride]
   float* totals;      // split: [kv_heads][rows][group]
   int64_t tile, stride;
@@ -126,17 +187,17 @@ struct Attend {
 // One row: queries to scratch, key and value to the cache.
 inline void append_row(const Attend& t, int64_t sequence, int64_t row) {
   const quasar_attention& a = t.a;
-  const int64_t d = a.head_dim, half = a.rotated / 2, group = t.group();
+  const int64_t d = a.head_dim, pairs = a.rotated / 2, group = t.group();
   const int64_t slot =
       t.batch.context_lengths[sequence] + row - t.batch.row_offsets[sequence];
   const float* x = t.qkv + row * (a.heads + 2 * a.kv_heads) * d;
-  const float* cos = a.cos + t.batch.positions[row] * half;
-  const float* sin = a.sin + t.batch.positions[row] * half;
-  const auto place_head = [&](const float* head, const float* norm, uint16_t* out) {
+  const float* cos = a.cos + t.batch.positions[row] * pairs;
+  const float* sin = a.sin + t.batch.positions[row] * pairs;
+  const auto place_head = [&](const float* head, const float* norm, auto* out) {
     if (norm)
-      place(RowSource<true>{head, norm, inverse_rms(head, d, a.norm_eps)}, d, cos, sin, half, out);
+      place(RowSource<true>{head, norm, inverse_rms(head, d, a.norm_eps)}, d, cos, sin, pairs, out);
     else
-      place(RowSource<false>{head, nullptr, 1.0f}, d, cos, sin, half, out);
+      place(RowSource<false>{head, nullptr, 1.0f}, d, cos, sin, pairs, out);
   };
   alignas(64) uint16_t key[1024];
   for (int64_t h = 0; h < a.heads; ++h) {
@@ -161,69 +222,52 @@ struct KeyRun {
 
 // Scores of Q queries against a run of T x 16 positions.
 template <int Q, int T>
-inline void score_block(const uint16_t* queries, int64_t head_dim, const KeyRun& run, float scale,
+inline void score_block(const Query* queries, int64_t head_dim, const KeyRun& run, float scale,
                         float* scores, int64_t stride) {
-  __m512 sum[Q][T];
+  F16 sum[Q][T];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) sum[q][t] = _mm512_setzero_ps();
+    for (int t = 0; t < T; ++t) sum[q][t] = splat(0.0f);
   const uint16_t *keys = run.keys, *after = run.after;
   for (int64_t i = 0; i < head_dim; i += 2, keys += run.row, after += run.row) {
-    __m512bh key[T];
+    Products::Keys key[T];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      key[t] = (__m512bh)_mm512_loadu_si512(keys + t * 2 * lanes);
-      _mm_prefetch(after + t * 2 * lanes, _MM_HINT_T1);
+      key[t] = Products::keys(load_pairs(keys + t * half));
+      fetch(after + t * half);
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
-      int32_t pair;
-      __builtin_memcpy(&pair, queries + q * head_dim + i, 4);
-      const __m512bh query = (__m512bh)_mm512_set1_epi32(pair);
+      const Products::Factor factor = Products::factor(queries + q * head_dim + i);
 #pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) sum[q][t] = _mm512_dpbf16_ps(sum[q][t], query, key[t]);
+      for (int t = 0; t < T; ++t) sum[q][t] = Products::add(sum[q][t], factor, key[t]);
     }
   }
-  const __m512 factor = _mm512_set1_ps(scale);
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t)
-      _mm512_storeu_ps(scores + q * stride + t * lanes, _mm512_mul_ps(sum[q][t], factor));
+      store(scores + q * stride + t * lanes, sum[q][t] * splat(scale));
 }
 
 // Softmax weights of the positions begin .. end - 1 of one query in place; returns their sum. Whole
 // registers are worked on: what lies in them besides counts as -infinity, whose weight is 0.
 inline float soften(float* scores, int64_t begin, int64_t end) {
-  const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
-  const int64_t aligned = begin / lanes * lanes;
-  const auto hide = [&](float* at, __mmask16 shown) {
-    _mm512_storeu_ps(at, _mm512_mask_loadu_ps(lowest, shown, at));
-  };
-  if (begin > aligned) hide(scores + aligned, ~low_bits(begin - aligned));
-  hide(scores + (end - 1) / lanes * lanes, low_bits((end - 1) % lanes + 1));
-  __m512 largest = lowest;
-  for (int64_t j = aligned; j < end; j += lanes)
-    largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + j));
-  const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t j = aligned; j < end; j += lanes) {
-    const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + j), shift));
-    _mm512_storeu_ps(scores + j, weight);
-    sum = _mm512_add_ps(sum, weight);
+  const F16 lowest = splat(-__builtin_inff());
+  float *first = scores + begin / lanes * lanes, *last = scores + (end - 1) / lanes * lanes;
+  if (begin % lanes) store(first, select(leading(begin % lanes), lowest, load(first)));
+  store(last, load(last, (end - 1) % lanes + 1, lowest));
+  F16 largest = lowest;
+  for (const float* at = first; at <= last; at += lanes) largest = max(largest, load(at));
+  const F16 shift = splat(reduce_max(largest));
+  F16 sum = splat(0.0f);
+  for (float* at = first; at <= last; at += lanes) {
+    const F16 weight = exp_ps(load(at) - shift);
+    store(at, weight);
+    sum = sum + weight;
   }
-  return _mm512_reduce_add_ps(sum);
-}
-
-// 32 dimensions of V as even and odd ones.
-struct Halves {
-  __m512 even, odd;
-};
-inline Halves widen(const uint16_t* value, __mmask16 mask) {
-  const __m512i pairs = _mm512_maskz_loadu_epi32(mask, value);
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
-          _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)))};
+  return reduce_add(sum);
 }
 
 // A run of slots.
@@ -231,71 +275,82 @@ struct Range {
   int64_t begin, end;
 };
 
-// `sums` [Q][H][32] += weights [Q][slot] x V of the slots of a range, H times 32 dimensions.
-template <int Q, int H>
-inline void weigh_block(const HeadCache& head, int64_t dimension, const __mmask16* masks,
-                        const float* weights, int64_t stride, Range slots, float* sums) {
-  __m512 sum[Q][2 * H];
+// Some dimensions of V: one half or two, the last perhaps not full.
+struct Slice {
+  int64_t dimension, pairs, halves;
+
+  Slice(int64_t head_dim, int64_t dimension, int64_t most)
+      : dimension(dimension),
+        pairs((head_dim - dimension) / 2),
+        halves(pairs > lanes && most > 1 ? 2 : 1) {}
+  bool full() const { return pairs >= halves * lanes; }
+  int64_t pairs_of(int64_t h) const { return pairs - h * lanes; }
+};
+
+// `sums` [Q][H][even, odd][16] += weights [Q][slot] x V of the slots of a range, in a slice of H.
+template <int Q, int H, bool kFull>
+inline void weigh_block(const HeadCache& head, const Slice& slice, const float* weights,
+                        int64_t stride, Range slots, float* sums) {
+  EvenOdd sum[Q][H];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
-#pragma GCC unroll 4
-    for (int i = 0; i < 2 * H; ++i) sum[q][i] = _mm512_loadu_ps(sums + (q * 2 * H + i) * 16);
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) {
+      const float* at = sums + (q * H + h) * half;
+      sum[q][h] = {load(at), load(at + lanes)};
+    }
   for (int64_t begin = slots.begin, size; begin < slots.end; begin += size) {
     const int64_t in_block = head.block_size - begin % head.block_size, left = slots.end - begin;
     size = in_block < left ? in_block : left;
-    const uint16_t* value = head.value(begin) + dimension;
+    const uint16_t* value = head.value(begin) + slice.dimension;
     const int64_t next = 2 * size < left ? begin + 2 * size : begin;
-    const uint16_t* after = head.value(next) + dimension;
+    const uint16_t* after = head.value(next) + slice.dimension;
     for (int64_t j = 0; j < size; ++j, value += head.head_dim, after += head.head_dim) {
-      Halves v[H];
+      EvenOdd v[H];
 #pragma GCC unroll 2
       for (int h = 0; h < H; ++h) {
-        v[h] = widen(value + 32 * h, masks[h]);
-        _mm_prefetch(after + 32 * h, _MM_HINT_T1);
+        const uint16_t* at = value + h * half;
+        v[h] = widen(kFull ? load_pairs(at) : load_pairs(at, slice.pairs_of(h)));
+        fetch(after + h * half);
       }
 #pragma GCC unroll 8
       for (int q = 0; q < Q; ++q) {
-        const __m512 weight = _mm512_set1_ps(weights[q * stride + begin + j]);
+        const F16 weight = splat(weights[q * stride + begin + j]);
 #pragma GCC unroll 2
         for (int h = 0; h < H; ++h) {
-          sum[q][2 * h] = _mm512_fmadd_ps(weight, v[h].even, sum[q][2 * h]);
-          sum[q][2 * h + 1] = _mm512_fmadd_ps(weight, v[h].odd, sum[q][2 * h + 1]);
+          sum[q][h].even = fma(weight, v[h].even, sum[q][h].even);
+          sum[q][h].odd = fma(weight, v[h].odd, sum[q][h].odd);
         }
       }
     }
   }
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
-#pragma GCC unroll 4
-    for (int i = 0; i < 2 * H; ++i) _mm512_storeu_ps(sums + (q * 2 * H + i) * 16, sum[q][i]);
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) {
+      float* at = sums + (q * H + h) * half;
+      store(at, sum[q][h].even);
+      store(at + lanes, sum[q][h].odd);
+    }
 }
 
 // One slot more for one query.
-inline void weigh_slot(const uint16_t* value, int halves, const __mmask16* masks, float weight,
-                       float* sums) {
-  const __m512 factor = _mm512_set1_ps(weight);
-  for (int h = 0; h < halves; ++h) {
-    const Halves v = widen(value + 32 * h, masks[h]);
-    float* at = sums + 32 * h;
-    _mm512_storeu_ps(at, _mm512_fmadd_ps(factor, v.even, _mm512_loadu_ps(at)));
-    _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(factor, v.odd, _mm512_loadu_ps(at + 16)));
+inline void weigh_slot(const uint16_t* value, const Slice& slice, float weight, float* sums) {
+  const F16 factor = splat(weight);
+  for (int64_t h = 0; h < slice.halves; ++h) {
+    const EvenOdd v = widen(load_pairs(value + h * half, slice.pairs_of(h)));
+    float* at = sums + h * half;
+    store(at, fma(factor, v.even, load(at)));
+    store(at + lanes, fma(factor, v.odd, load(at + lanes)));
   }
 }
 
-// 32 sums, even then odd dimensions, divided and in order.
-inline void store_half(const float* sums, float total, __mmask16 mask, float* out) {
-  const __m512 z = _mm512_set1_ps(total);
-  const __m512 even = _mm512_div_ps(_mm512_loadu_ps(sums), z);
-  const __m512 odd = _mm512_div_ps(_mm512_loadu_ps(sums + 16), z);
-  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  const auto doubled = [](uint32_t bits) -> __mmask16 {  // a bit a pair -> a bit a value
-    __mmask16 wide = 0;
-    for (int i = 0; i < 8; ++i) wide |= (bits >> i & 1) * (3u << (2 * i));
-    return wide;
-  };
-  _mm512_mask_storeu_ps(out, doubled(mask & 0xff), _mm512_permutex2var_ps(even, low, odd));
-  _mm512_mask_storeu_ps(out + 16, doubled(mask >> 8), _mm512_permutex2var_ps(even, high, odd));
+// Sums of 16 pairs of dimensions or less, even then odd ones, divided and in order.
+inline void store_half(const float* sums, float total, int64_t pairs, float* out) {
+  const F16 z = splat(total);
+  const EvenOdd ordered = interleave(load(sums) / z, load(sums + lanes) / z);
+  store(out, ordered.even, 2 * pairs);
+  if (2 * pairs > lanes) store(out + lanes, ordered.odd, 2 * pairs - lanes);
 }
 
 // Some query vectors of one kv head of one sequence: `first` counts [row][head of the group].
@@ -337,29 +392,16 @@ struct QueryTile {
     return {begin < end ? begin : end, end};
   }
   uint64_t ancestors(int64_t q) const { return t.batch.ancestors[row_offset + node(q)]; }
-  const uint16_t* query(int64_t q) const { return t.queries + (index + q) * t.a.head_dim; }
+  const Query* query(int64_t q) const { return t.queries + (index + q) * t.a.head_dim; }
   float* output(int64_t q) const {
     const int64_t row = row_offset + node(q), h = kv_head * group + (first + q) % group;
     return t.out + (row * t.a.heads + h) * t.a.head_dim;
   }
 };
 
-// Calls f with the constant 1 .. 6 that equals `count`.
-template <class F>
-inline void with_count(int64_t count, const F& f) {
-  switch (count) {
-    case 1: return f(Constant<1>());
-    case 2: return f(Constant<2>());
-    case 3: return f(Constant<3>());
-    case 4: return f(Constant<4>());
-    case 5: return f(Constant<5>());
-    default: return f(Constant<6>());
-  }
-}
-
-// Size of the next of the even blocks that `left` queries make.
-inline int64_t block_of(int64_t left) {
-  const int64_t blocks = (left + query_block - 1) / query_block;
+// Size of the next of the even blocks, of up to `most`, that `left` queries make.
+inline int64_t block_of(int64_t left, int64_t most) {
+  const int64_t blocks = (left + most - 1) / most;
   return (left + blocks - 1) / blocks;
 }
 
@@ -369,22 +411,20 @@ inline void score(const QueryTile& tile, int64_t begin, int64_t end, float* scor
   const int64_t stride = tile.t.stride, last = tile.reach(tile.count - 1);
   for (int64_t slot = begin, size; slot < end; slot += size) {
     const int64_t in_block = head.block_size - slot % head.block_size;
-    size = in_block < end - slot ? in_block : round_up(end - slot, lanes);
-    size = size >= key_run ? key_run : size >= 2 * lanes ? 2 * lanes : lanes;
-    const int64_t next = slot + 2 * key_run;
+    const int64_t left = in_block < end - slot ? in_block : round_up(end - slot, lanes);
+    const int64_t next = slot + keys_ahead;
     const KeyRun run{head.key(slot), head.key(next < last ? next : slot), head.key_row()};
-    for (int64_t q = 0, queries; q < tile.count; q += queries) {
-      queries = block_of(tile.count - q);
-      if (tile.reach(q + queries - 1) <= slot || tile.oldest(q) >= slot + size) continue;
-      with_count(queries, [&](auto n) {
-        constexpr int Q = n.value;
-        const auto block = size == key_run     ? score_block<Q, 4>
-                           : size == 2 * lanes ? score_block<Q, 2>
-                                               : score_block<Q, 1>;
-        block(tile.query(q), head.head_dim, run, tile.t.a.scale, scores + q * stride + slot,
-              stride);
-      });
-    }
+    with_power<kKeyGroups>(left / lanes, [&](auto t) {
+      size = t.value * lanes;
+      for (int64_t q = 0, queries; q < tile.count; q += queries) {
+        queries = block_of(tile.count - q, kKeyQueries);
+        if (tile.reach(q + queries - 1) <= slot || tile.oldest(q) >= slot + size) continue;
+        with_count<kKeyQueries>(queries, [&](auto n) {
+          score_block<n.value, t.value>(tile.query(q), head.head_dim, run, tile.t.a.scale,
+                                        scores + q * stride + slot, stride);
+        });
+      }
+    });
   }
 }
 
@@ -407,20 +447,6 @@ inline void soften_queries(const QueryTile& tile, int64_t q, int64_t count, floa
   }
 }
 
-// Some dimensions of V: one or two times 32, of which `masks` are there.
-struct Slice {
-  int64_t dimension;
-  int halves;
-  __mmask16 masks[2];
-
-  Slice(int64_t head_dim, int64_t dimension, int most) : dimension(dimension) {
-    const int64_t pairs = (head_dim - dimension) / 2;
-    halves = pairs > lanes && most > 1 ? 2 : 1;
-    masks[0] = low_bits(pairs);
-    masks[1] = halves > 1 ? low_bits(pairs - lanes) : 0;
-  }
-};
-
 // Adds values of query q one position at a time.
 struct Weigher {
   const QueryTile& tile;
@@ -431,7 +457,7 @@ struct Weigher {
 
   void add(int64_t slot, int64_t position) const {
     const uint16_t* value = tile.head.value(slot) + slice.dimension;
-    weigh_slot(value, slice.halves, slice.masks, weights[position], sums);
+    weigh_slot(value, slice, weights[position], sums);
   }
   // What it sees before the slots that its block shares.
   void before(Range shared) const {
@@ -454,23 +480,26 @@ struct Weigher {
 // The output of `count` queries from q on, in a slice of the dimensions.
 inline void weigh(const QueryTile& tile, int64_t q, int64_t count, const Slice& slice,
                   const float* weights, const float* totals) {
-  const int64_t stride = tile.t.stride, width = 32 * slice.halves;
+  const int64_t stride = tile.t.stride, width = half * slice.halves;
   const Range shared = tile.shared(q, count);
-  alignas(64) float sums[query_block * 64];
+  alignas(64) float sums[kValueQueries * kValueHalves * half];
   __builtin_memset(sums, 0, count * width * sizeof(float));
   const auto weigher = [&](int64_t i) {
     return Weigher{tile, q + i, slice, weights + i * stride, sums + i * width};
   };
   for (int64_t i = 0; tile.t.a.window && i < count; ++i) weigher(i).before(shared);
-  with_count(count, [&](auto n) {
-    const auto block = slice.halves > 1 ? weigh_block<n.value, 2> : weigh_block<n.value, 1>;
-    block(tile.head, slice.dimension, slice.masks, weights, stride, shared, sums);
+  with_count<kValueQueries>(count, [&](auto n) {
+    with_count<kValueHalves>(slice.halves, [&](auto h) {
+      const auto block = slice.full() ? weigh_block<n.value, h.value, true>
+                                      : weigh_block<n.value, h.value, false>;
+      block(tile.head, slice, weights, stride, shared, sums);
+    });
   });
   for (int64_t i = 0; i < count; ++i) {
     weigher(i).after(shared);
     float* out = tile.output(q + i) + slice.dimension;
-    for (int h = 0; h < slice.halves; ++h)
-      store_half(sums + i * width + 32 * h, totals[i], slice.masks[h], out + 32 * h);
+    for (int64_t h = 0; h < slice.halves; ++h)
+      store_half(sums + i * width + h * half, totals[i], slice.pairs_of(h), out + h * half);
   }
 }
 
@@ -524,11 +553,11 @@ inline void attend_tile(const QueryTile& tile, float* scores) {
   const int64_t stride = tile.t.stride, d = tile.head.head_dim;
   score(tile, tile.oldest(0) / lanes * lanes, tile.reach(tile.count - 1), scores);
   for (int64_t q = 0, count; q < tile.count; q += count) {
-    count = block_of(tile.count - q);
-    float totals[query_block];
+    count = block_of(tile.count - q, kValueQueries);
+    float totals[kValueQueries];
     soften_queries(tile, q, count, scores + q * stride, totals);
-    for (int64_t dimension = 0; dimension < d; dimension += 64)
-      weigh(tile, q, count, Slice(d, dimension, 2), scores + q * stride, totals);
+    for (int64_t dimension = 0; dimension < d; dimension += kValueHalves * half)
+      weigh(tile, q, count, Slice(d, dimension, kValueHalves), scores + q * stride, totals);
   }
 }
 
@@ -549,24 +578,25 @@ inline void attend_whole(const Attend& t, int32_t threads) {
 struct Split {
   const Attend& t;
   int64_t kv_heads, run;  // slots that are scored together
-  int width;              // of a slice, in halves
+  int64_t width;          // of a slice, in halves
 
   Split(const Attend& t, int64_t span, int32_t threads) : t(t), kv_heads(t.a.kv_heads) {
     const int64_t items = 6 * threads;
     run = round_up((t.batch.sequences * kv_heads * span + items - 1) / items, 64);
-    const int64_t blocks = (t.batch.rows * t.group() + query_block - 1) / query_block;
-    width = kv_heads * blocks * ((t.a.head_dim + 63) / 64) >= 4 * threads ? 2 : 1;
+    const int64_t blocks = (t.batch.rows * t.group() + kValueQueries - 1) / kValueQueries;
+    width = kValueHalves;
+    if (kv_heads * blocks * slices() < 4 * threads) width = 1;
   }
   // The block from which on slots are seen.
   int64_t start(int64_t s) const {
     return t.start(t.batch.context_lengths[s] + 1) / t.a.block_size * t.a.block_size;
   }
   int64_t runs(int64_t s) const { return (t.reach_of(s) - start(s) + run - 1) / run; }
-  int64_t slices() const { return (t.a.head_dim + 32 * width - 1) / (32 * width); }
-  int64_t blocks(int64_t s) const { return tiles_of(t, s, query_block); }
+  int64_t slices() const { return (t.a.head_dim + half * width - 1) / (half * width); }
+  int64_t blocks(int64_t s) const { return tiles_of(t, s, kValueQueries); }
   QueryTile block(int64_t s, int64_t item) const {
-    const int64_t kv_head = item / blocks(s), first = item % blocks(s) * query_block;
-    return tile_of(t, s, kv_head, first, query_block);
+    const int64_t kv_head = item / blocks(s), first = item % blocks(s) * kValueQueries;
+    return tile_of(t, s, kv_head, first, kValueQueries);
   }
   float* scores(const QueryTile& tile) const { return t.scores + tile.index * t.stride; }
   float* totals(const QueryTile& tile) const { return t.totals + tile.index; }
@@ -584,7 +614,7 @@ struct Split {
   }
   void weigh_slice(int64_t s, int64_t item) const {
     const QueryTile tile = block(s, item / slices());
-    const Slice slice(t.a.head_dim, item % slices() * 32 * width, width);
+    const Slice slice(t.a.head_dim, item % slices() * half * width, width);
     weigh(tile, 0, tile.count, slice, scores(tile), totals(tile));
   }
 };
@@ -650,7 +680,7 @@ struct AttendLayout {
     const int64_t vectors = rows * a.heads, whole = threads * query_tile;
     const int64_t split = vectors <= Plan::most_split(threads) ? vectors : 0;
     stride = round_up(longest, 64) + 16;
-    queries = round_up(vectors * a.head_dim * 2, 64);
+    queries = round_up(vectors * a.head_dim * int64_t{sizeof(Query)}, 64);
     totals = round_up(split * 4, 64);
     scores = (split > whole ? split : whole) * stride * 4;
   }
@@ -685,7 +715,7 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
                  qkv,
                  cache,
                  out,
-                 reinterpret_cast<uint16_t*>(queries),
+                 reinterpret_cast<Query*>(queries),
                  reinterpret_cast<float*>(scores),
                  reinterpret_cast<float*>(totals),
                  plan.tile,

@@ -14,6 +14,16 @@ constexpr int kTileRows = 14;       // rows of a product's tile: 28 registers of
 constexpr int kTileOutputs = 32;    // 2 of weights and 1 of values
 constexpr int kWideRegisters = 32;  // logical registers of 16 lanes
 
+// Attention: queries x 16 keys, and queries x 32 dimensions of V, that are summed at once.
+#ifdef __AVX512BF16__
+constexpr bool kMultipliesPairs = true;  // of BF16, in one instruction
+constexpr int kKeyQueries = 6, kKeyGroups = 4;
+#else
+constexpr bool kMultipliesPairs = false;
+constexpr int kKeyQueries = 6, kKeyGroups = 2;  // a key takes two registers, a query two
+#endif
+constexpr int kValueQueries = 6, kValueHalves = 2;
+
 // The low `count` of 16 mask bits.
 inline Mask low_bits(int64_t count) {
   return count >= 16 ? 0xffff : static_cast<Mask>((1u << count) - 1);
