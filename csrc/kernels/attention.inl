@@ -29,7 +29,8 @@
 constexpr int64_t lanes = 16;
 constexpr int64_t query_tile = 24;          // query vectors that pass over the cache together
 constexpr int64_t keys_ahead = 8 * lanes;   // of the run that is scored, to fetch
-constexpr int64_t half = 2 * lanes;         // values that are one register of pairs
+constexpr int64_t side = kTileOutputs / 2;  // lanes of a TileF
+constexpr int64_t half = 2 * side;          // values of V that are one TileI of pairs
 
 template <int N>
 struct Constant {
@@ -85,52 +86,43 @@ struct HeadCache {
   }
 };
 
+// Pairs of BF16 values as fp32.
+struct Widened {
+  TileF even, odd;
+};
+inline Widened widen_tile(TileI pairs) {
+  return {as_float(shift_left<16>(pairs)), as_float(pairs & splat_tile(int32_t(0xffff0000)))};
+}
+
 // How queries meet keys where one instruction multiplies pairs of BF16 values: as they are.
-struct PairProducts {
+template <bool kPairs, class F, class I>
+struct ProductsOf {
   using Query = uint16_t;
-  using Keys = I32;
-  using Factor = I32;
-  static inline Keys keys(I32 pairs) { return pairs; }
-  static inline Factor factor(const uint16_t* query) {
+  static inline I keys(I pairs) { return pairs; }
+  static inline I factor(const uint16_t* query) {
     int32_t pair;
     __builtin_memcpy(&pair, query, 4);
-    return splat(pair);
+    return splat_tile(pair);
   }
-  static inline F16 add(F16 sum, Factor query, Keys keys) { return add_dot(sum, query, keys); }
+  static inline F add(F sum, I query, I keys) { return add_dot(sum, query, keys); }
 };
-
 // Elsewhere: keys are widened as they come, queries are kept in fp32. The even dimension first.
-struct WidenedProducts {
+template <class F, class I>
+struct ProductsOf<false, F, I> {
   using Query = float;
-  using Keys = EvenOdd;
-  using Factor = EvenOdd;
-  static inline Keys keys(I32 pairs) { return widen(pairs); }
-  static inline Factor factor(const float* query) { return {splat(query[0]), splat(query[1])}; }
-  static inline F16 add(F16 sum, Factor query, Keys keys) {
+  static inline Widened keys(I pairs) { return widen_tile(pairs); }
+  static inline Widened factor(const float* query) {
+    return {splat_tile(query[0]), splat_tile(query[1])};
+  }
+  static inline F add(F sum, Widened query, Widened keys) {
     return fma(query.odd, keys.odd, fma(query.even, keys.even, sum));
   }
 };
-
-template <bool kPairs>
-struct ProductsOf {
-  using Type = PairProducts;
-};
-template <>
-struct ProductsOf<false> {
-  using Type = WidenedProducts;
-};
-using Products = ProductsOf<kMultipliesPairs>::Type;
+using Products = ProductsOf<kMultipliesPairs, TileF, TileI>;
 using Query = Products::Query;
 
 inline void store_rounded(uint16_t* to, F16 x, int64_t count) { store_bf16(to, x, count); }
-inline void store_rounded(float* to, F16 x, int64_t count) {
-  alignas(64) uint16_t values[lanes];
-  store_bf16(values, x, count);
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(values[i]) << 16;
-    __builtin_memcpy(to + i, &bits, 4);
-  }
-}
+inline void store_rounded(float* to, F16 x, int64_t count) { store(to, round_bf16(x), count); }
 
 // x [head_dim] fp32, perhaps normed, its leading 2 * pairs dimensions rotated, rounded to BF16 once.
 template <bool kNorm, class Value>
@@ -220,26 +212,26 @@ struct KeyRun {
   int64_t row;  // elements from a pair of dimensions to the next
 };
 
-// Scores of Q queries against a run of T x 16 positions.
+// Scores of Q queries against T tiles of positions.
 template <int Q, int T>
 inline void score_block(const Query* queries, int64_t head_dim, const KeyRun& run, float scale,
                         float* scores, int64_t stride) {
-  F16 sum[Q][T];
+  TileF sum[Q][T];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) sum[q][t] = splat(0.0f);
+    for (int t = 0; t < T; ++t) sum[q][t] = splat_tile(0.0f);
   const uint16_t *keys = run.keys, *after = run.after;
   for (int64_t i = 0; i < head_dim; i += 2, keys += run.row, after += run.row) {
-    Products::Keys key[T];
+    decltype(Products::keys(TileI())) key[T];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      key[t] = Products::keys(load_pairs(keys + t * half));
+      key[t] = Products::keys(load_tile(keys + t * half));
       fetch(after + t * half);
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
-      const Products::Factor factor = Products::factor(queries + q * head_dim + i);
+      const auto factor = Products::factor(queries + q * head_dim + i);
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) sum[q][t] = Products::add(sum[q][t], factor, key[t]);
     }
@@ -248,7 +240,7 @@ inline void score_block(const Query* queries, int64_t head_dim, const KeyRun& ru
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t)
-      store(scores + q * stride + t * lanes, sum[q][t] * splat(scale));
+      store_tile(scores + q * stride + t * side, sum[q][t] * splat_tile(scale));
 }
 
 // Softmax weights of the positions begin .. end - 1 of one query in place; returns their sum. Whole
@@ -282,22 +274,22 @@ struct Slice {
   Slice(int64_t head_dim, int64_t dimension, int64_t most)
       : dimension(dimension),
         pairs((head_dim - dimension) / 2),
-        halves(pairs > lanes && most > 1 ? 2 : 1) {}
-  bool full() const { return pairs >= halves * lanes; }
-  int64_t pairs_of(int64_t h) const { return pairs - h * lanes; }
+        halves(pairs > side && most > 1 ? 2 : 1) {}
+  bool full() const { return pairs >= halves * side; }
+  int64_t pairs_of(int64_t h) const { return pairs - h * side; }
 };
 
-// `sums` [Q][H][even, odd][16] += weights [Q][slot] x V of the slots of a range, in a slice of H.
+// `sums` [Q][H][even, odd][side] += weights [Q][slot] x V of the slots of a range, in a slice of H.
 template <int Q, int H, bool kFull>
 inline void weigh_block(const HeadCache& head, const Slice& slice, const float* weights,
                         int64_t stride, Range slots, float* sums) {
-  EvenOdd sum[Q][H];
+  Widened sum[Q][H];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 2
     for (int h = 0; h < H; ++h) {
       const float* at = sums + (q * H + h) * half;
-      sum[q][h] = {load(at), load(at + lanes)};
+      sum[q][h] = {as_float(load_tile(at)), as_float(load_tile(at + side))};
     }
   for (int64_t begin = slots.begin, size; begin < slots.end; begin += size) {
     const int64_t in_block = head.block_size - begin % head.block_size, left = slots.end - begin;
@@ -306,16 +298,16 @@ inline void weigh_block(const HeadCache& head, const Slice& slice, const float* 
     const int64_t next = 2 * size < left ? begin + 2 * size : begin;
     const uint16_t* after = head.value(next) + slice.dimension;
     for (int64_t j = 0; j < size; ++j, value += head.head_dim, after += head.head_dim) {
-      EvenOdd v[H];
+      Widened v[H];
 #pragma GCC unroll 2
       for (int h = 0; h < H; ++h) {
         const uint16_t* at = value + h * half;
-        v[h] = widen(kFull ? load_pairs(at) : load_pairs(at, slice.pairs_of(h)));
+        v[h] = widen_tile(kFull ? load_tile(at) : load_tile(at, slice.pairs_of(h)));
         fetch(after + h * half);
       }
 #pragma GCC unroll 8
       for (int q = 0; q < Q; ++q) {
-        const F16 weight = splat(weights[q * stride + begin + j]);
+        const TileF weight = splat_tile(weights[q * stride + begin + j]);
 #pragma GCC unroll 2
         for (int h = 0; h < H; ++h) {
           sum[q][h].even = fma(weight, v[h].even, sum[q][h].even);
@@ -329,28 +321,27 @@ inline void weigh_block(const HeadCache& head, const Slice& slice, const float* 
 #pragma GCC unroll 2
     for (int h = 0; h < H; ++h) {
       float* at = sums + (q * H + h) * half;
-      store(at, sum[q][h].even);
-      store(at + lanes, sum[q][h].odd);
+      store_tile(at, sum[q][h].even);
+      store_tile(at + side, sum[q][h].odd);
     }
 }
 
 // One slot more for one query.
 inline void weigh_slot(const uint16_t* value, const Slice& slice, float weight, float* sums) {
-  const F16 factor = splat(weight);
+  const TileF factor = splat_tile(weight);
   for (int64_t h = 0; h < slice.halves; ++h) {
-    const EvenOdd v = widen(load_pairs(value + h * half, slice.pairs_of(h)));
+    const Widened v = widen_tile(load_tile(value + h * half, slice.pairs_of(h)));
     float* at = sums + h * half;
-    store(at, fma(factor, v.even, load(at)));
-    store(at + lanes, fma(factor, v.odd, load(at + lanes)));
+    store_tile(at, fma(factor, v.even, as_float(load_tile(at))));
+    store_tile(at + side, fma(factor, v.odd, as_float(load_tile(at + side))));
   }
 }
 
-// Sums of 16 pairs of dimensions or less, even then odd ones, divided and in order.
+// The sums of a half or less, divided and in order.
 inline void store_half(const float* sums, float total, int64_t pairs, float* out) {
-  const F16 z = splat(total);
-  const EvenOdd ordered = interleave(load(sums) / z, load(sums + lanes) / z);
-  store(out, ordered.even, 2 * pairs);
-  if (2 * pairs > lanes) store(out + lanes, ordered.odd, 2 * pairs - lanes);
+  const TileF z = splat_tile(total);
+  const TileF even = as_float(load_tile(sums)) / z, odd = as_float(load_tile(sums + side)) / z;
+  store_pairs(out, even, odd, pairs);
 }
 
 // Some query vectors of one kv head of one sequence: `first` counts [row][head of the group].
@@ -414,8 +405,8 @@ inline void score(const QueryTile& tile, int64_t begin, int64_t end, float* scor
     const int64_t left = in_block < end - slot ? in_block : round_up(end - slot, lanes);
     const int64_t next = slot + keys_ahead;
     const KeyRun run{head.key(slot), head.key(next < last ? next : slot), head.key_row()};
-    with_power<kKeyGroups>(left / lanes, [&](auto t) {
-      size = t.value * lanes;
+    with_power<kKeyTiles>(left / side, [&](auto t) {
+      size = t.value * side;
       for (int64_t q = 0, queries; q < tile.count; q += queries) {
         queries = block_of(tile.count - q, kKeyQueries);
         if (tile.reach(q + queries - 1) <= slot || tile.oldest(q) >= slot + size) continue;

@@ -14,13 +14,13 @@ constexpr int kTileRows = 14;       // rows of a product's tile: 28 registers of
 constexpr int kTileOutputs = 32;    // 2 of weights and 1 of values
 constexpr int kWideRegisters = 32;  // logical registers of 16 lanes
 
-// Attention: queries x 16 keys, and queries x 32 dimensions of V, that are summed at once.
+// Attention: queries x tiles of positions, and queries x tiles of pairs of V, that are summed at once.
 #ifdef __AVX512BF16__
 constexpr bool kMultipliesPairs = true;  // of BF16, in one instruction
-constexpr int kKeyQueries = 6, kKeyGroups = 4;
+constexpr int kKeyQueries = 6, kKeyTiles = 4;
 #else
 constexpr bool kMultipliesPairs = false;
-constexpr int kKeyQueries = 6, kKeyGroups = 2;  // a key takes two registers, a query two
+constexpr int kKeyQueries = 6, kKeyTiles = 2;  // a key takes two registers, a query two
 #endif
 constexpr int kValueQueries = 6, kValueHalves = 2;
 
