@@ -1,0 +1,25 @@
+// BF16 in the words of the vocabulary. A pair is two values in 32 bits, the even one below.
+
+struct EvenOdd {
+  F16 even, odd;
+};
+inline EvenOdd widen(I32 pairs) {
+  return {as_float(shift_left<16>(pairs)), as_float(pairs & splat(int32_t(0xffff0000)))};
+}
+
+// Rounded to the nearest BF16, ties to even, as fp32; a NaN stays one.
+inline F16 round_bf16(F16 x) {
+  const I32 word = as_int(x), odd = shift_right<16>(word) & splat(1);
+  const F16 rounded = as_float((word + splat(0x7fff) + odd) & splat(int32_t(0xffff0000)));
+  return select(equal(x, x), rounded, splat(__builtin_nanf("")));
+}
+
+// sum + the products of the values of a pair.
+inline F16 add_dot(F16 sum, I32 a, I32 b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  const EvenOdd x = widen(a), y = widen(b);
+  return fma(x.odd, y.odd, fma(x.even, y.even, sum));
+#endif
+}
