@@ -5,8 +5,12 @@
 typedef float FloatPart __attribute__((vector_size(32)));
 typedef int32_t IntPart __attribute__((vector_size(32)));
 
-constexpr int kTileRows = 6;        // rows of a product's tile: 12 registers of sums,
-constexpr int kWideRegisters = 8;   // 2 of weights, 1 of values
+constexpr int kTileRows = 6;  // rows of a product's tile: 12 registers of sums, 2 of weights
+
+// Attention, as in avx512.inl: 16 keys or 32 values, widened, take four registers.
+constexpr bool kMultipliesPairs = false;
+constexpr int kKeyQueries = 5, kKeyGroups = 1;
+constexpr int kValueQueries = 2, kValueHalves = 1;
 
 inline FloatPart splat_part(float value) { return _mm256_set1_ps(value); }
 inline IntPart splat_part(int32_t value) { return (IntPart)_mm256_set1_epi32(value); }

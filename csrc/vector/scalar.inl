@@ -3,8 +3,11 @@
 typedef float FloatPart __attribute__((vector_size(16)));
 typedef int32_t IntPart __attribute__((vector_size(16)));
 
-constexpr int kTileRows = 2;       // rows of a product's tile: 8 of 16 registers for sums
-constexpr int kWideRegisters = 4;
+constexpr int kTileRows = 2;  // rows of a product's tile: 8 of 16 registers for sums
+
+constexpr bool kMultipliesPairs = false;
+constexpr int kKeyQueries = 2, kKeyGroups = 1;
+constexpr int kValueQueries = 1, kValueHalves = 1;
 
 inline FloatPart splat_part(float value) { return FloatPart{value, value, value, value}; }
 inline IntPart splat_part(int32_t value) { return IntPart{value, value, value, value}; }
