@@ -86,39 +86,34 @@ struct HeadCache {
   }
 };
 
-// Pairs of BF16 values as fp32.
-struct Widened {
-  TileF even, odd;
-};
-inline Widened widen_tile(TileI pairs) {
-  return {as_float(shift_left<16>(pairs)), as_float(pairs & splat_tile(int32_t(0xffff0000)))};
-}
-
 // How queries meet keys where one instruction multiplies pairs of BF16 values: as they are.
-template <bool kPairs, class F, class I>
+template <bool kPairs>
 struct ProductsOf {
   using Query = uint16_t;
-  static inline I keys(I pairs) { return pairs; }
-  static inline I factor(const uint16_t* query) {
+  static inline TileI keys(TileI pairs) { return pairs; }
+  static inline TileI factor(const uint16_t* query) {
     int32_t pair;
     __builtin_memcpy(&pair, query, 4);
     return splat_tile(pair);
   }
-  static inline F add(F sum, I query, I keys) { return add_dot(sum, query, keys); }
+  template <class Sum>  // or tiers without the instruction would have to know its name
+  static inline Sum add(Sum sum, TileI query, TileI keys) {
+    return add_dot(sum, query, keys);
+  }
 };
 // Elsewhere: keys are widened as they come, queries are kept in fp32. The even dimension first.
-template <class F, class I>
-struct ProductsOf<false, F, I> {
+template <>
+struct ProductsOf<false> {
   using Query = float;
-  static inline Widened keys(I pairs) { return widen_tile(pairs); }
-  static inline Widened factor(const float* query) {
+  static inline EvenOdd keys(TileI pairs) { return widen(pairs); }
+  static inline EvenOdd factor(const float* query) {
     return {splat_tile(query[0]), splat_tile(query[1])};
   }
-  static inline F add(F sum, Widened query, Widened keys) {
+  static inline TileF add(TileF sum, EvenOdd query, EvenOdd keys) {
     return fma(query.odd, keys.odd, fma(query.even, keys.even, sum));
   }
 };
-using Products = ProductsOf<kMultipliesPairs, TileF, TileI>;
+using Products = ProductsOf<kMultipliesPairs>;
 using Query = Products::Query;
 
 inline void store_rounded(uint16_t* to, F16 x, int64_t count) { store_bf16(to, x, count); }
@@ -283,7 +278,7 @@ struct Slice {
 template <int Q, int H, bool kFull>
 inline void weigh_block(const HeadCache& head, const Slice& slice, const float* weights,
                         int64_t stride, Range slots, float* sums) {
-  Widened sum[Q][H];
+  EvenOdd sum[Q][H];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 2
@@ -298,11 +293,11 @@ inline void weigh_block(const HeadCache& head, const Slice& slice, const float* 
     const int64_t next = 2 * size < left ? begin + 2 * size : begin;
     const uint16_t* after = head.value(next) + slice.dimension;
     for (int64_t j = 0; j < size; ++j, value += head.head_dim, after += head.head_dim) {
-      Widened v[H];
+      EvenOdd v[H];
 #pragma GCC unroll 2
       for (int h = 0; h < H; ++h) {
         const uint16_t* at = value + h * half;
-        v[h] = widen_tile(kFull ? load_tile(at) : load_tile(at, slice.pairs_of(h)));
+        v[h] = widen(kFull ? load_tile(at) : load_tile(at, slice.pairs_of(h)));
         fetch(after + h * half);
       }
 #pragma GCC unroll 8
@@ -330,7 +325,7 @@ inline void weigh_block(const HeadCache& head, const Slice& slice, const float* 
 inline void weigh_slot(const uint16_t* value, const Slice& slice, float weight, float* sums) {
   const TileF factor = splat_tile(weight);
   for (int64_t h = 0; h < slice.halves; ++h) {
-    const Widened v = widen_tile(load_tile(value + h * half, slice.pairs_of(h)));
+    const EvenOdd v = widen(load_tile(value + h * half, slice.pairs_of(h)));
     float* at = sums + h * half;
     store_tile(at, fma(factor, v.even, as_float(load_tile(at))));
     store_tile(at + side, fma(factor, v.odd, as_float(load_tile(at + side))));
@@ -341,7 +336,7 @@ inline void weigh_slot(const uint16_t* value, const Slice& slice, float weight, 
 inline void store_half(const float* sums, float total, int64_t pairs, float* out) {
   const TileF z = splat_tile(total);
   const TileF even = as_float(load_tile(sums)) / z, odd = as_float(load_tile(sums + side)) / z;
-  store_pairs(out, even, odd, pairs);
+  store_interleaved(out, even, odd, pairs);
 }
 
 // Some query vectors of one kv head of one sequence: `first` counts [row][head of the group].

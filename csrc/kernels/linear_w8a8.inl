@@ -34,7 +34,7 @@ struct W8A8Rows {
       // The clamp only matters where 127 / absmax overflowed; a NaN becomes code 0.
       const F16 x = row.values(k, count) * splat(factor);
       const I32 codes = to_int(min(splat(127.0f), max(splat(-127.0f), x)));
-      if constexpr (Product::kSurplus != 0) sum += codes;
+      if constexpr (Product::kSurplus != 0) sum = sum + codes;
       Product::store_codes(codes, values + k / Product::kStepValues * stride, stride);
     });
     return Product::kSurplus * reduce_add(sum);

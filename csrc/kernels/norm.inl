@@ -39,9 +39,9 @@ struct RowSource {
   float absmax(int64_t count) const {
     I32 most = splat(0);
     each_group(0, count, [&](int64_t k, int64_t some) {
-      most = max_unsigned(most, as_int(values(k, some)) & splat(0x7fffffff));
+      most = max(most, as_int(values(k, some)) & splat(0x7fffffff));
     });
-    const uint32_t bits = reduce_max_unsigned(most);
+    const int32_t bits = reduce_max(most);
     float magnitude;
     __builtin_memcpy(&magnitude, &bits, 4);
     return magnitude;

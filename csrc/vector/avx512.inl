@@ -6,6 +6,8 @@
 // and load as 0. max and min return their second operand if one is a NaN. Sums and maxima over the
 // lanes have one order, the same in all tiers: lanes 8 apart, then 4, 2 and 1.
 
+#include "x86.inl"
+
 using F16 = __m512;
 using I32 = __v16si;  // as __m512i (of 64-bit lanes) GCC 12 would copy and spill every sum
 using Mask = __mmask16;
@@ -14,13 +16,14 @@ constexpr int kTileRows = 14;       // rows of a product's tile: 28 registers of
 constexpr int kTileOutputs = 32;    // 2 of weights and 1 of values
 constexpr int kWideRegisters = 32;  // logical registers of 16 lanes
 
-// Attention: queries x tiles of positions, and queries x tiles of pairs of V, that are summed at once.
+// Attention: queries x tiles of positions, and queries x tiles of pairs of V, that are summed at
+// once. A widened tile takes two registers, and so does a query.
 #ifdef __AVX512BF16__
 constexpr bool kMultipliesPairs = true;  // of BF16, in one instruction
 constexpr int kKeyQueries = 6, kKeyTiles = 4;
 #else
 constexpr bool kMultipliesPairs = false;
-constexpr int kKeyQueries = 6, kKeyTiles = 2;  // a key takes two registers, a query two
+constexpr int kKeyQueries = 6, kKeyTiles = 2;
 #endif
 constexpr int kValueQueries = 6, kValueHalves = 2;
 
@@ -85,10 +88,10 @@ inline I32 shift_signed(I32 x) {  // the sign comes in
 inline I32 exclusive_or(I32 a, I32 b, I32 c) {
   return (I32)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
 }
-inline I32 max_unsigned(I32 a, I32 b) { return (I32)_mm512_max_epu32((__m512i)a, (__m512i)b); }
+inline I32 max(I32 a, I32 b) { return (I32)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 
 inline float reduce_max(F16 x) { return _mm512_reduce_max_ps(x); }
-inline uint32_t reduce_max_unsigned(I32 x) { return _mm512_reduce_max_epu32((__m512i)x); }
+inline int32_t reduce_max(I32 x) { return _mm512_reduce_max_epi32((__m512i)x); }
 inline float reduce_add(F16 x) { return _mm512_reduce_add_ps(x); }
 inline int32_t reduce_add(I32 x) { return _mm512_reduce_add_epi32((__m512i)x); }
 
@@ -146,50 +149,47 @@ inline void transpose4(I32* rows) {
   rows[3] = (I32)_mm512_unpackhi_epi64(b, d);
 }
 
-// ---- BF16 -------------------------------------------------------------------------------------
-// A pair is two BF16 values in 32 bits, the even one below.
+// ---- One side of a product's tile: 16 outputs --------------------------------------------------
 
-struct EvenOdd {
-  F16 even, odd;
-};
-inline EvenOdd widen(I32 pairs) {
-  return {as_float(shift_left<16>(pairs)), as_float(pairs & splat(int32_t(0xffff0000)))};
-}
-inline I32 load_pairs(const uint16_t* from) { return (I32)_mm512_loadu_si512(from); }
-inline I32 load_pairs(const uint16_t* from, int64_t count) {
+using TileF = F16;
+using TileI = I32;
+
+inline TileI load_tile(const void* from) { return (I32)_mm512_loadu_si512(from); }
+inline TileI load_tile(const void* from, int64_t count) {
   return (I32)_mm512_maskz_loadu_epi32(low_bits(count), from);
 }
-
-// Even lanes and odd lanes of 32 values -> values 0-15 (`even`), values 16-31 (`odd`).
-inline EvenOdd interleave(F16 even, F16 odd) {
+inline void store_tile(float* to, TileF x) { store(to, x); }
+inline TileF splat_tile(float value) { return splat(value); }
+inline TileI splat_tile(int32_t value) { return splat(value); }
+// even[0], odd[0], even[1] ...: `count` of each.
+inline void store_interleaved(float* to, TileF even, TileF odd, int64_t count) {
   const I32 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
   const I32 high = low + splat(8);
-  return {_mm512_permutex2var_ps(even, (__m512i)low, odd),
-          _mm512_permutex2var_ps(even, (__m512i)high, odd)};
+  store(to, _mm512_permutex2var_ps(even, (__m512i)low, odd), 2 * count);
+  if (count > 8)
+    store(to + 16, _mm512_permutex2var_ps(even, (__m512i)high, odd), 2 * count - 16);
 }
 
+// ---- BF16 -------------------------------------------------------------------------------------
+
+inline I32 load_pairs(const uint16_t* from) { return (I32)_mm512_loadu_si512(from); }
+
+#include "bf16.inl"
+
 #ifdef __AVX512BF16__
-// 16 values -> BF16, to nearest even.
 inline __m256i to_bf16(F16 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
-// sum + the products of both values of a pair.
+// sum + the products of the values of a pair.
 inline F16 add_dot(F16 sum, I32 a, I32 b) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
 #else
 inline __m256i to_bf16(F16 x) {
-  const I32 word = as_int(x), even = shift_right<16>(word) & splat(1);
-  const I32 rounded = word + even + splat(0x7fff), quiet = word | splat(0x400000);
-  const Mask number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);
-  return _mm512_cvtepi32_epi16((__m512i)shift_right<16>(select(number, rounded, quiet)));
-}
-
-inline F16 add_dot(F16 sum, I32 a, I32 b) {
-  const EvenOdd x = widen(a), y = widen(b);
-  return fma(x.odd, y.odd, fma(x.even, y.even, sum));
+  return _mm512_cvtepi32_epi16((__m512i)shift_right<16>(as_int(round_bf16(x))));
 }
 #endif
 
+// 16 values, rounded to nearest even.
 inline void store_bf16(uint16_t* to, F16 x) { _mm256_storeu_si256((__m256i*)to, to_bf16(x)); }
 inline void store_bf16(uint16_t* to, F16 x, int64_t count) {
   _mm256_mask_storeu_epi16(to, low_bits(count), to_bf16(x));
