@@ -262,6 +262,9 @@ struct Range {
   int64_t begin, end;
 };
 
+// Halves of V that `queries` are multiplied with at once.
+constexpr int64_t halves_for(int64_t queries) { return queries <= kWideQueries ? 2 : 1; }
+
 // Some dimensions of V: one half or two, the last perhaps not full.
 struct Slice {
   int64_t dimension, pairs, halves;
@@ -468,14 +471,14 @@ inline void weigh(const QueryTile& tile, int64_t q, int64_t count, const Slice& 
                   const float* weights, const float* totals) {
   const int64_t stride = tile.t.stride, width = half * slice.halves;
   const Range shared = tile.shared(q, count);
-  alignas(64) float sums[kValueQueries * kValueHalves * half];
+  alignas(64) float sums[kValueQueries * 2 * half];
   __builtin_memset(sums, 0, count * width * sizeof(float));
   const auto weigher = [&](int64_t i) {
     return Weigher{tile, q + i, slice, weights + i * stride, sums + i * width};
   };
   for (int64_t i = 0; tile.t.a.window && i < count; ++i) weigher(i).before(shared);
   with_count<kValueQueries>(count, [&](auto n) {
-    with_count<kValueHalves>(slice.halves, [&](auto h) {
+    with_count<halves_for(n.value)>(slice.halves, [&](auto h) {
       const auto block = slice.full() ? weigh_block<n.value, h.value, true>
                                       : weigh_block<n.value, h.value, false>;
       block(tile.head, slice, weights, stride, shared, sums);
@@ -542,8 +545,9 @@ inline void attend_tile(const QueryTile& tile, float* scores) {
     count = block_of(tile.count - q, kValueQueries);
     float totals[kValueQueries];
     soften_queries(tile, q, count, scores + q * stride, totals);
-    for (int64_t dimension = 0; dimension < d; dimension += kValueHalves * half)
-      weigh(tile, q, count, Slice(d, dimension, kValueHalves), scores + q * stride, totals);
+    const int64_t halves = halves_for(count);
+    for (int64_t dimension = 0; dimension < d; dimension += halves * half)
+      weigh(tile, q, count, Slice(d, dimension, halves), scores + q * stride, totals);
   }
 }
 
@@ -564,21 +568,27 @@ inline void attend_whole(const Attend& t, int32_t threads) {
 struct Split {
   const Attend& t;
   int64_t kv_heads, run;  // slots that are scored together
-  int64_t width;          // of a slice, in halves
+  bool wide;              // slices may take two halves
 
   Split(const Attend& t, int64_t span, int32_t threads) : t(t), kv_heads(t.a.kv_heads) {
     const int64_t items = 6 * threads;
     run = round_up((t.batch.sequences * kv_heads * span + items - 1) / items, 64);
     const int64_t blocks = (t.batch.rows * t.group() + kValueQueries - 1) / kValueQueries;
-    width = kValueHalves;
-    if (kv_heads * blocks * slices() < 4 * threads) width = 1;
+    wide = kv_heads * blocks * ((t.a.head_dim + 2 * half - 1) / (2 * half)) >= 4 * threads;
   }
   // The block from which on slots are seen.
   int64_t start(int64_t s) const {
     return t.start(t.batch.context_lengths[s] + 1) / t.a.block_size * t.a.block_size;
   }
   int64_t runs(int64_t s) const { return (t.reach_of(s) - start(s) + run - 1) / run; }
-  int64_t slices() const { return (t.a.head_dim + half * width - 1) / (half * width); }
+  // Of a slice, in halves.
+  int64_t width(int64_t s) const {
+    const int64_t queries = t.rows_of(s) * t.group();
+    return wide ? halves_for(queries < kValueQueries ? queries : kValueQueries) : 1;
+  }
+  int64_t slices(int64_t s) const {
+    return (t.a.head_dim + half * width(s) - 1) / (half * width(s));
+  }
   int64_t blocks(int64_t s) const { return tiles_of(t, s, kValueQueries); }
   QueryTile block(int64_t s, int64_t item) const {
     const int64_t kv_head = item / blocks(s), first = item % blocks(s) * kValueQueries;
@@ -599,8 +609,8 @@ struct Split {
     soften_queries(tile, 0, tile.count, scores(tile), totals(tile));
   }
   void weigh_slice(int64_t s, int64_t item) const {
-    const QueryTile tile = block(s, item / slices());
-    const Slice slice(t.a.head_dim, item % slices() * half * width, width);
+    const QueryTile tile = block(s, item / slices(s));
+    const Slice slice(t.a.head_dim, item % slices(s) * half * width(s), width(s));
     weigh(tile, 0, tile.count, slice, scores(tile), totals(tile));
   }
 };
@@ -614,7 +624,7 @@ inline void attend_split(const Split& split, int32_t threads) {
       t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s); },
       [&](int64_t s, int64_t item, int32_t) { split.soften_block(s, item); });
   share(
-      t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s) * split.slices(); },
+      t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s) * split.slices(s); },
       [&](int64_t s, int64_t item, int32_t) { split.weigh_slice(s, item); });
 }
 

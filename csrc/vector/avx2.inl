@@ -10,7 +10,7 @@ constexpr int kTileRows = 6;  // rows of a product's tile: 12 registers of sums,
 // Attention, as in avx512.inl.
 constexpr bool kMultipliesPairs = false;
 constexpr int kKeyQueries = 4, kKeyTiles = 2;
-constexpr int kValueQueries = 3, kValueHalves = 2;
+constexpr int kValueQueries = 6, kWideQueries = 2;
 
 inline FloatPart splat_part(float value) { return _mm256_set1_ps(value); }
 inline IntPart splat_part(int32_t value) { return (IntPart)_mm256_set1_epi32(value); }

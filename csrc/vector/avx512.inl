@@ -25,7 +25,7 @@ constexpr int kKeyQueries = 6, kKeyTiles = 4;
 constexpr bool kMultipliesPairs = false;
 constexpr int kKeyQueries = 6, kKeyTiles = 2;
 #endif
-constexpr int kValueQueries = 6, kValueHalves = 2;
+constexpr int kValueQueries = 6, kWideQueries = 6;
 
 // The low `count` of 16 mask bits.
 inline Mask low_bits(int64_t count) {

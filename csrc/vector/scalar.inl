@@ -7,7 +7,7 @@ constexpr int kTileRows = 2;  // rows of a product's tile: 8 of 16 registers for
 
 constexpr bool kMultipliesPairs = false;
 constexpr int kKeyQueries = 2, kKeyTiles = 1;
-constexpr int kValueQueries = 2, kValueHalves = 1;
+constexpr int kValueQueries = 2, kWideQueries = 0;
 
 inline FloatPart splat_part(float value) { return FloatPart{value, value, value, value}; }
 inline IntPart splat_part(int32_t value) { return IntPart{value, value, value, value}; }
