@@ -217,11 +217,18 @@ def test_a_nan_stays_visible(tier: str, precision: str) -> None:
         assert not value[clean].isnan().any(), name
 
 
+def gelu_tanh(gates: Tensor) -> Tensor:
+    """(1 + tanh(u)) / 2 = sigmoid(2 u), which does not cancel far below zero."""
+    return gates * torch.sigmoid((8 / torch.pi) ** 0.5 * (gates + 0.044715 * gates**3))
+
+
+def test_gelu_tanh_is_that_of_torch() -> None:
+    gates = torch.linspace(-6, 6, 999, dtype=torch.float64)
+    assert torch.allclose(gelu_tanh(gates), F.gelu(gates, approximate="tanh"), 1e-12, 1e-15)
+
+
 @tiers
-@pytest.mark.parametrize(
-    ("name", "activation"),
-    [("silu", F.silu), ("gelu_tanh", lambda gates: F.gelu(gates, approximate="tanh"))],
-)
+@pytest.mark.parametrize(("name", "activation"), [("silu", F.silu), ("gelu_tanh", gelu_tanh)])
 def test_gates_of_any_size(tier: str, name: str, activation: Callable[..., Tensor]) -> None:
     """An activation is exact zero or the gate itself far out, and never NaN or infinite."""
     far = torch.tensor([-1e30, -200.0, -89.0, -88.0, -87.0, -20.0, -1e-30, 0.0, 88.0, 1e30])
@@ -233,6 +240,6 @@ def test_gates_of_any_size(tier: str, name: str, activation: Callable[..., Tenso
     row = Buffer.of(torch.ones(1, 16))
     backend.norm_gated(1, row, row, EPS, backend.pack_gated(gate, up, name), out)
     expected = 3 * activation(gates.double())
-    # e^-z has the error of z, which is a rounding of a number up to 88.
-    tolerance = 1e-6 + 2**-23 * gates.abs().clamp(max=12).double() ** 2
+    # e^-z is as wrong as z, whose rounding grows with it.
+    tolerance = 1e-6 + (gates.double() < -1) * 1e-5
     assert ((out.tensor[0] - expected).abs() <= tolerance * expected.abs() + 1e-35).all()
