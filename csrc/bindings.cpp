@@ -257,15 +257,20 @@ class Kernels {
   std::mutex mutex_;
 };
 
+nb::dict activations() {
+  nb::dict numbers;
+  numbers["silu"] = static_cast<int>(QUASAR_SILU);
+  numbers["gelu_tanh"] = static_cast<int>(QUASAR_GELU_TANH);
+  return numbers;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // objects that outlive the interpreter at exit are no fault
   m.attr("BF16") = static_cast<int>(QUASAR_BF16);
   m.attr("W8A8") = static_cast<int>(QUASAR_W8A8);
-  m.attr("UNGATED") = static_cast<int>(QUASAR_UNGATED);
-  m.attr("SILU") = static_cast<int>(QUASAR_SILU);
-  m.attr("GELU_TANH") = static_cast<int>(QUASAR_GELU_TANH);
+  m.attr("ACTIVATIONS") = activations();
   nb::class_<Linear>(m, "Linear")
       .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, int32_t>());
   nb::class_<Attention>(m, "Attention")

@@ -53,11 +53,13 @@ static void multiply_registers(int64_t rounds) {
   alignas(64) float sums[kPeakRows * kBlock];
   alignas(64) const int32_t zeros[32] = {};
   const int32_t* values = zeros;
-  asm volatile("" : "+r"(values) : "m"(zeros));  // unknown: no two products are one
+  // What `values` points to is unknown: no two products are one, none is the last round's.
+  const auto forget = [&] { asm volatile("" : "+r"(values) : "m"(zeros)); };
+  forget();
   const typename P::Weights weights = P::weights((const char*)values);
   Sums<P, kPeakRows> tile;
   tile.begin(values);
-  for (int64_t i = 0; i < rounds; ++i) tile.add(weights, values);
+  for (int64_t i = 0; i < rounds; ++i, forget()) tile.add(weights, values);
   tile.store(sums);
   asm volatile("" ::"m"(sums));
 }

@@ -14,7 +14,6 @@ using Mask = __mmask16;
 
 constexpr int kTileRows = 14;       // rows of a product's tile: 28 registers of sums,
 constexpr int kTileOutputs = 32;    // 2 of weights and 1 of values
-constexpr int kWideRegisters = 32;  // logical registers of 16 lanes
 
 // Attention: queries x tiles of positions, and queries x tiles of pairs of V, that are summed at
 // once. A widened tile takes two registers, and so does a query.

@@ -133,14 +133,18 @@ class CpuBackend:
         self._attention: dict[int, tuple[Any, AttentionSpec]] = {}
         self._norm_linear = self._kernels.norm_linear
         self._norm_gated = self._kernels.norm_gated
+        self._linear = self._kernels.linear
         self._linear_add = self._kernels.linear_add
+        self._norm_add = self._kernels.norm_add
         self._attend = self._kernels.attend
 
     def pack(self, weight: LinearWeight) -> PackedLinear:
         precision, rows, scale, bias = _rows_of(weight)
-        return self._packed(precision, rows, scale, bias, rows.shape[0], gated=False)
+        return self._packed(precision, rows, scale, bias, rows.shape[0], gated=0)
 
-    def pack_gated(self, gate: LinearWeight, up: LinearWeight) -> PackedLinear:
+    def pack_gated(
+        self, gate: LinearWeight, up: LinearWeight, activation: str = "silu"
+    ) -> PackedLinear:
         precision, gate_rows, gate_scale, gate_bias = _rows_of(gate)
         other, up_rows, up_scale, up_bias = _rows_of(up)
         if other != precision or up_rows.shape != gate_rows.shape:
@@ -148,7 +152,8 @@ class CpuBackend:
         size = gate_rows.shape[0]
         rows = _interleave(gate_rows, up_rows)
         scale, bias = _pair(gate_scale, up_scale, size), _pair(gate_bias, up_bias, size)
-        return self._packed(precision, rows, scale, bias, 2 * size, gated=True)
+        gated = _native.ACTIVATIONS[activation]
+        return self._packed(precision, rows, scale, bias, 2 * size, gated)
 
     def _packed(
         self,
@@ -157,7 +162,7 @@ class CpuBackend:
         scale: Tensor | None,
         bias: Tensor | None,
         out_features: int,
-        gated: bool,
+        gated: int,
     ) -> CpuLinear:
         """`out_features` may be less than the number of (padded, interleaved) rows."""
         out, columns = rows.shape
@@ -173,7 +178,7 @@ class CpuBackend:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         return CpuLinear(name, out_features, columns, nbytes, handle, tensors)
 
-    # The linears of these three come from `pack`: that is not asked again at every call.
+    # The linears of these four come from `pack`: that is not asked again at every call.
 
     def norm_linear(
         self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: Any, out: Buffer
@@ -185,8 +190,15 @@ class CpuBackend:
     ) -> None:
         self._norm_gated(linear.handle, rows, x.pointer, norm.pointer, eps, out.pointer)
 
+    def linear(self, rows: int, a: Buffer, linear: Any, out: Buffer) -> None:
+        self._linear(linear.handle, rows, a.pointer, out.pointer)
+
     def linear_add(self, rows: int, a: Buffer, linear: Any, x: Buffer) -> None:
         self._linear_add(linear.handle, rows, a.pointer, x.pointer)
+
+    def norm_add(self, rows: int, y: Buffer, norm: Buffer, eps: float, x: Buffer) -> None:
+        columns = norm.tensor.shape[1]
+        self._norm_add(rows, columns, y.pointer, norm.pointer, eps, x.pointer)
 
     def _attention_of(self, spec: AttentionSpec) -> Any:
         """The native handle of a spec, made once; the spec is kept so that its id stays its own."""
