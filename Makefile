@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := $(wildcard csrc/*.* csrc/kernels/*.*) CMakeLists.txt
+NATIVE := $(wildcard csrc/*.* csrc/kernels/*.* csrc/vector/*.*) CMakeLists.txt
 
 .PHONY: demo test lint bench clean install
 install: $(STAMP)

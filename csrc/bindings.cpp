@@ -28,7 +28,7 @@ struct Linear {
   quasar_linear spec;
 
   Linear(Address weight, Address scale, Address bias, int64_t out_features, int64_t in_features,
-         int32_t precision, bool gated)
+         int32_t precision, int32_t gated)
       : spec{at<const void>(weight), at<const float>(scale), at<const float>(bias),
              out_features,           in_features,            precision,
              gated} {}
@@ -38,10 +38,21 @@ struct Attention {
   quasar_attention spec;
   int64_t positions;  // rows of the rotary tables
 
-  Attention(int32_t heads, int32_t kv_heads, int32_t head_dim, int32_t block_size, float scale,
-            Address cos, Address sin, int64_t positions)
-      : spec{heads, kv_heads, head_dim, block_size, scale, at<const float>(cos),
-             at<const float>(sin)},
+  Attention(int32_t heads, int32_t kv_heads, int32_t head_dim, int32_t block_size, int32_t rotated,
+            int32_t window, float scale, float norm_eps, Address cos, Address sin, Address q_norm,
+            Address k_norm, int64_t positions)
+      : spec{heads,
+             kv_heads,
+             head_dim,
+             block_size,
+             rotated,
+             window,
+             scale,
+             norm_eps,
+             at<const float>(cos),
+             at<const float>(sin),
+             at<const float>(q_norm),
+             at<const float>(k_norm)},
         positions(positions) {}
 };
 
@@ -149,10 +160,22 @@ class Kernels {
                       linear_scratch(linear, rows), at<float>(out), threads_);
   }
 
+  void linear(const Linear& linear, int64_t rows, Address a, Address out) {
+    Turn turn(*this);
+    tier_->linear(&linear.spec, at<const float>(a), rows, linear_scratch(linear, rows),
+                  at<float>(out), threads_);
+  }
+
   void linear_add(const Linear& linear, int64_t rows, Address a, Address x) {
     Turn turn(*this);
     tier_->linear_add(&linear.spec, at<const float>(a), rows, linear_scratch(linear, rows),
                       at<float>(x), threads_);
+  }
+
+  void norm_add(int64_t rows, int64_t columns, Address y, Address norm, float eps, Address x) {
+    Turn turn(*this);
+    tier_->norm_add(at<const float>(y), rows, columns, at<const float>(norm), eps, at<float>(x),
+                    threads_);
   }
 
   size_t cache_block_bytes(const Attention& attention) const {
@@ -234,16 +257,25 @@ class Kernels {
   std::mutex mutex_;
 };
 
+nb::dict activations() {
+  nb::dict numbers;
+  numbers["silu"] = static_cast<int>(QUASAR_SILU);
+  numbers["gelu_tanh"] = static_cast<int>(QUASAR_GELU_TANH);
+  return numbers;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // objects that outlive the interpreter at exit are no fault
   m.attr("BF16") = static_cast<int>(QUASAR_BF16);
   m.attr("W8A8") = static_cast<int>(QUASAR_W8A8);
+  m.attr("ACTIVATIONS") = activations();
   nb::class_<Linear>(m, "Linear")
-      .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, bool>());
+      .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, int32_t>());
   nb::class_<Attention>(m, "Attention")
-      .def(nb::init<int32_t, int32_t, int32_t, int32_t, float, Address, Address, int64_t>());
+      .def(nb::init<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, float, float, Address,
+                    Address, Address, Address, int64_t>());
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<nb::object, int32_t, int32_t, int32_t, Address, Address, Address, Address,
                     Address, Address>());
@@ -254,7 +286,9 @@ NB_MODULE(_native, m) {
       .def("pack", &Kernels::pack)
       .def("norm_linear", &Kernels::norm_linear)
       .def("norm_gated", &Kernels::norm_gated)
+      .def("linear", &Kernels::linear)
       .def("linear_add", &Kernels::linear_add)
+      .def("norm_add", &Kernels::norm_add)
       .def("cache_block_bytes", &Kernels::cache_block_bytes)
       .def("attend", &Kernels::attend)
       .def("move_slots", &Kernels::move_slots)

@@ -3,43 +3,70 @@
 
 #include "quasar_kernels.h"
 
-#ifdef QUASAR_TIER_AVX512
-extern "C" const quasar_tier quasar_tier_avx512;
-#endif
+// The tables of the tiers that are built; the others' are null.
+extern "C" const quasar_tier quasar_tier_scalar, quasar_tier_avx2, quasar_tier_avx512vnni,
+    quasar_tier_avx512;
 
 namespace {
 
-// Tiers in rising order, as the names of QUASAR_ISA. `table` is null where none is built.
+#ifdef QUASAR_TIER_AVX2
+constexpr const quasar_tier* avx2 = &quasar_tier_avx2;
+#else
+constexpr const quasar_tier* avx2 = nullptr;
+#endif
+#ifdef QUASAR_TIER_AVX512VNNI
+constexpr const quasar_tier* avx512vnni = &quasar_tier_avx512vnni;
+#else
+constexpr const quasar_tier* avx512vnni = nullptr;
+#endif
+#ifdef QUASAR_TIER_AVX512
+constexpr const quasar_tier* avx512 = &quasar_tier_avx512;
+#else
+constexpr const quasar_tier* avx512 = nullptr;
+#endif
+
+// A tier needs its feature and those of the tiers below it. The answer: what is missing, or null.
+#if defined(__x86_64__)
+#define QUASAR_NEEDS(feature) \
+  if (!__builtin_cpu_supports(feature)) return "this CPU lacks " feature
+#else
+#define QUASAR_NEEDS(feature)
+#endif
+
+const char* nothing_missing() { return nullptr; }
+
+const char* missing_for_avx2() {
+  QUASAR_NEEDS("avx2");
+  QUASAR_NEEDS("fma");
+  return nullptr;
+}
+
+const char* missing_for_avx512vnni() {
+  QUASAR_NEEDS("avx512f");
+  QUASAR_NEEDS("avx512bw");
+  QUASAR_NEEDS("avx512vl");
+  QUASAR_NEEDS("avx512dq");
+  QUASAR_NEEDS("avx512vnni");
+  return missing_for_avx2();
+}
+
+const char* missing_for_avx512() {
+  QUASAR_NEEDS("avx512bf16");
+  return missing_for_avx512vnni();
+}
+
+// In rising order, by the names of QUASAR_ISA.
 struct Tier {
   const char* name;
   const quasar_tier* table;
-  const char* (*missing)();  // the CPU feature that is not there, or null
+  const char* (*missing)();
 };
-
-[[maybe_unused]] const char* nothing_missing() { return nullptr; }
-
-#ifdef QUASAR_TIER_AVX512
-const char* missing_for_avx512() {
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx512f")) return "this CPU lacks avx512f";
-  if (!__builtin_cpu_supports("avx512bw")) return "this CPU lacks avx512bw";
-  if (!__builtin_cpu_supports("avx512vl")) return "this CPU lacks avx512vl";
-  if (!__builtin_cpu_supports("avx512dq")) return "this CPU lacks avx512dq";
-  if (!__builtin_cpu_supports("avx512vnni")) return "this CPU lacks avx512_vnni";
-  if (!__builtin_cpu_supports("avx512bf16")) return "this CPU lacks avx512_bf16";
-  return nullptr;
-}
-#endif
-
 const Tier tiers[] = {
     {"reference", nullptr, nothing_missing},
-    {"scalar", nullptr, nothing_missing},
-    {"avx2", nullptr, nothing_missing},
-#ifdef QUASAR_TIER_AVX512
-    {"avx512", &quasar_tier_avx512, missing_for_avx512},
-#else
-    {"avx512", nullptr, nothing_missing},
-#endif
+    {"scalar", &quasar_tier_scalar, nothing_missing},
+    {"avx2", avx2, missing_for_avx2},
+    {"avx512vnni", avx512vnni, missing_for_avx512vnni},
+    {"avx512", avx512, missing_for_avx512},
 };
 constexpr int tier_count = sizeof(tiers) / sizeof(tiers[0]);
 
@@ -53,6 +80,9 @@ int tier_index(const char* cap) {
 }  // namespace
 
 extern "C" const quasar_tier* quasar_select_tier(const char* cap, const char** why) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
   const int highest = tier_index(cap);
   *why = highest < 0 ? "the cap names no tier" : "no native tier is built at or below the cap";
   for (int i = highest; i >= 0; --i) {

@@ -7,9 +7,10 @@
 extern "C" {
 
 enum quasar_precision : int32_t { QUASAR_BF16 = 0, QUASAR_W8A8 = 1 };
+enum quasar_activation : int32_t { QUASAR_UNGATED = 0, QUASAR_SILU = 1, QUASAR_GELU_TANH = 2 };
 
-// A packed linear layer. `gated`: blocks of 32 rows hold 16 gate rows then the 16 up rows of the
-// same outputs; out_features then counts the rows of both.
+// A packed linear layer. `gated`: an activation; blocks of 32 rows then hold 16 gate rows and the 16
+// up rows of the same outputs, and out_features counts the rows of both.
 struct quasar_linear {
   const void* weight;   // packed, see kernels/linear_*.inl
   const float* scale;   // [out_features padded to 32] or null
@@ -21,9 +22,13 @@ struct quasar_linear {
 // Rotary grouped-query attention over a paged BF16 cache.
 struct quasar_attention {
   int32_t heads, kv_heads, head_dim, block_size;
-  float scale;
-  const float* cos;  // [positions, head_dim / 2]
+  int32_t rotated;  // leading dimensions of a head that are, even
+  int32_t window;   // logical positions that a row sees, or 0: all
+  float scale, norm_eps;
+  const float* cos;  // [positions, rotated / 2]
   const float* sin;
+  const float* q_norm;  // [head_dim], and k_norm, or both null
+  const float* k_norm;
 };
 
 // The rows of one pass: see RaggedBatch in kernels/base.py.
@@ -50,8 +55,12 @@ struct quasar_tier {
                       float eps, void* scratch, float* out, int32_t threads);
   void (*norm_gated)(const quasar_linear*, const float* x, int64_t rows, const float* norm,
                      float eps, void* scratch, float* out, int32_t threads);
+  void (*linear)(const quasar_linear*, const float* a, int64_t rows, void* scratch, float* out,
+                 int32_t threads);
   void (*linear_add)(const quasar_linear*, const float* a, int64_t rows, void* scratch, float* x,
                      int32_t threads);
+  void (*norm_add)(const float* y, int64_t rows, int64_t columns, const float* norm, float eps,
+                   float* x, int32_t threads);
 
   // attention
   size_t (*cache_block_bytes)(const quasar_attention*);  // K and V of one block, one layer

@@ -1,13 +1,14 @@
 // Rotary grouped-query attention over a paged BF16 cache, for 16 lanes of fp32.
 //
-// For a query row with visible slots s_0 < s_1 < ... < s_{n-1} (logical positions 0..n-1):
+// For a query row at logical position n - 1, which sees j = max(0, n - window) .. n - 1:
 //   a_j = scale * (q . k_j)     one accumulator a position, pairs of dimensions ascending (dpbf16)
 //   m   = max a_j,  p_j = e^(a_j - m)
 //   z   = sum p_j               16 lanes by j mod 16, j ascending, then one fixed tree
 //   o_d = (sum p_j v_jd) / z    one accumulator a dimension, j strictly ascending (fp32 fma)
-// The visible slots of a tree node are all slots of the context, the root, then its ancestors: they
-// count as consecutive logical positions and the others are skipped. Nothing above knows of threads,
-// of other rows or of blocks, so chain, tree, chunked prefill and plain decoding give equal bits.
+// The slots behind a tree node are all slots of the context, the root, then its ancestors: they
+// count as consecutive logical positions and the others are skipped. Position is counted from the
+// start of the sequence, window or not, and nothing above knows of threads, of other rows or of
+// blocks, so chain, tree, chunked prefill and plain decoding give equal bits.
 //
 // Cache: a block holds for each kv head K, then V.
 //   K: [head_dim / 2][block_size][2]: one dpbf16 with a broadcast query pair adds two dimensions to
@@ -16,7 +17,8 @@
 //      the even dimensions, the high halves (masked) the odd ones: two operations widen 32 values.
 // Queries: all heads of a group and all rows of a sequence share K and V, so they are one list of
 // query vectors [row][head of the group]. Blocks of up to 6 of them are held in registers, against
-// a run of 4 x 16 positions of K (24 sums) or 4 x 16 dimensions of V (24 sums).
+// a run of 4 x 16 positions of K (24 sums) or 4 x 16 dimensions of V (24 sums). They share the
+// slots that all of a block see; the few at either end that only some see are added one by one.
 //
 // Measured, one core of a Zen 4 at 3.66 GHz (one dpbf16 or fma of 16 lanes a cycle), 9 heads of 64
 // over 3 kv heads: 6 rows at context 2048 take 224 us, which is what their dpbf16, fma and
@@ -25,14 +27,31 @@
 // costs 145 us.
 
 constexpr int64_t lanes = 16;
-constexpr int64_t query_block = 6;
-constexpr int64_t key_run = 4 * lanes;
-constexpr int64_t query_tile = 24;  // query vectors that pass over the cache together
+constexpr int64_t query_tile = 24;          // query vectors that pass over the cache together
+constexpr int64_t keys_ahead = 8 * lanes;   // of the run that is scored, to fetch
+constexpr int64_t side = kTileOutputs / 2;  // lanes of a TileF
+constexpr int64_t half = 2 * side;          // values of V that are one TileI of pairs
 
 template <int N>
 struct Constant {
   static constexpr int value = N;
 };
+
+// Calls f with the constant 1 .. Most that equals `count`.
+template <int Most, class F>
+inline void with_count(int64_t count, const F& f) {
+  if constexpr (Most > 1)
+    if (count < Most) return with_count<Most - 1>(count, f);
+  f(Constant<Most>());
+}
+
+// Calls f with the largest of the constants 1, 2, 4 .. Most that `count` reaches.
+template <int Most, class F>
+inline void with_power(int64_t count, const F& f) {
+  if constexpr (Most > 1)
+    if (count < Most) return with_power<Most / 2>(count, f);
+  f(Constant<Most>());
+}
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -67,28 +86,52 @@ struct HeadCache {
   }
 };
 
-// x [2 * half] fp32, rotated and rounded to BF16.
-inline void rotate(const float* x, const float* cos, const float* sin, int64_t half,
-                   uint16_t* out) {
-  for (int64_t i = 0; i < half; i += lanes) {
-    const __mmask16 mask = low_bits(half - i);
-    const __m512 low = _mm512_maskz_loadu_ps(mask, x + i);
-    const __m512 high = _mm512_maskz_loadu_ps(mask, x + half + i);
-    const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i);
-    const __m512 s = _mm512_maskz_loadu_ps(mask, sin + i);
-    const __m512 first = _mm512_sub_ps(_mm512_mul_ps(low, c), _mm512_mul_ps(high, s));
-    const __m512 second = _mm512_add_ps(_mm512_mul_ps(high, c), _mm512_mul_ps(low, s));
-    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(first));
-    _mm256_mask_storeu_epi16(out + half + i, mask, (__m256i)_mm512_cvtneps_pbh(second));
+// How queries meet keys where one instruction multiplies pairs of BF16 values: as they are.
+template <bool kPairs>
+struct ProductsOf {
+  using Query = uint16_t;
+  static inline TileI keys(TileI pairs) { return pairs; }
+  static inline TileI factor(const uint16_t* query) {
+    int32_t pair;
+    __builtin_memcpy(&pair, query, 4);
+    return splat_tile(pair);
   }
-}
+  template <class Sum>  // or tiers without the instruction would have to know its name
+  static inline Sum add(Sum sum, TileI query, TileI keys) {
+    return add_dot(sum, query, keys);
+  }
+};
+// Elsewhere: keys are widened as they come, queries are kept in fp32. The even dimension first.
+template <>
+struct ProductsOf<false> {
+  using Query = float;
+  static inline EvenOdd keys(TileI pairs) { return widen(pairs); }
+  static inline EvenOdd factor(const float* query) {
+    return {splat_tile(query[0]), splat_tile(query[1])};
+  }
+  static inline TileF add(TileF sum, EvenOdd query, EvenOdd keys) {
+    return fma(query.odd, keys.odd, fma(query.even, keys.even, sum));
+  }
+};
+using Products = ProductsOf<kMultipliesPairs>;
+using Query = Products::Query;
 
-inline void round_values(const float* x, int64_t count, uint16_t* out) {
-  for (int64_t i = 0; i < count; i += lanes) {
-    const __mmask16 mask = low_bits(count - i);
-    const __m512 values = _mm512_maskz_loadu_ps(mask, x + i);
-    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(values));
-  }
+inline void store_rounded(uint16_t* to, F16 x, int64_t count) { store_bf16(to, x, count); }
+inline void store_rounded(float* to, F16 x, int64_t count) { store(to, round_bf16(x), count); }
+
+// x [head_dim] fp32, perhaps normed, its leading 2 * pairs dimensions rotated, rounded to BF16 once.
+template <bool kNorm, class Value>
+inline void place(const RowSource<kNorm>& x, int64_t head_dim, const float* cos, const float* sin,
+                  int64_t pairs, Value* out) {
+  each_group(0, pairs, [&](int64_t i, int64_t count) {
+    const F16 low = x.values(i, count), high = x.values(pairs + i, count);
+    const F16 c = load(cos + i, count), s = load(sin + i, count);
+    store_rounded(out + i, low * c - high * s, count);
+    store_rounded(out + pairs + i, high * c + low * s, count);
+  });
+  each_group(2 * pairs, head_dim, [&](int64_t i, int64_t count) {
+    store_rounded(out + i, x.values(i, count), count);
+  });
 }
 
 // Rotated key [head_dim] -> the cache.
@@ -105,7 +148,7 @@ struct Attend {
   const float* qkv;
   uint16_t* cache;
   float* out;
-  uint16_t* queries;  // [kv_heads][rows][group][head_dim] BF16
+  Query* queries;  // [kv_heads][rows][group][head_dim], BF16 values
   float* scores;      // whole: a thread has [tile][stride]; split: every query has [stride]
   float* totals;      // split: [kv_heads][rows][group]
   int64_t tile, stride;
@@ -117,6 +160,8 @@ struct Attend {
   int64_t reach_of(int64_t sequence) const {
     return batch.context_lengths[sequence] + rows_of(sequence);
   }
+  // First of the logical positions that a row sees which ends before position `end`.
+  int64_t start(int64_t end) const { return a.window && end > a.window ? end - a.window : 0; }
   // First query vector of a sequence and kv head.
   int64_t query_index(int64_t sequence, int64_t kv_head) const {
     return (kv_head * batch.rows + batch.row_offsets[sequence]) * group();
@@ -129,22 +174,29 @@ struct Attend {
 // One row: queries to scratch, key and value to the cache.
 inline void append_row(const Attend& t, int64_t sequence, int64_t row) {
   const quasar_attention& a = t.a;
-  const int64_t d = a.head_dim, half = d / 2, group = t.group();
+  const int64_t d = a.head_dim, pairs = a.rotated / 2, group = t.group();
   const int64_t slot =
       t.batch.context_lengths[sequence] + row - t.batch.row_offsets[sequence];
   const float* x = t.qkv + row * (a.heads + 2 * a.kv_heads) * d;
-  const float* cos = a.cos + t.batch.positions[row] * half;
-  const float* sin = a.sin + t.batch.positions[row] * half;
+  const float* cos = a.cos + t.batch.positions[row] * pairs;
+  const float* sin = a.sin + t.batch.positions[row] * pairs;
+  const auto place_head = [&](const float* head, const float* norm, auto* out) {
+    if (norm)
+      place(RowSource<true>{head, norm, inverse_rms(head, d, a.norm_eps)}, d, cos, sin, pairs, out);
+    else
+      place(RowSource<false>{head, nullptr, 1.0f}, d, cos, sin, pairs, out);
+  };
   alignas(64) uint16_t key[1024];
   for (int64_t h = 0; h < a.heads; ++h) {
     const int64_t index = (h / group * t.batch.rows + row) * group + h % group;
-    rotate(x + h * d, cos, sin, half, t.queries + index * d);
+    place_head(x + h * d, a.q_norm, t.queries + index * d);
   }
   for (int64_t h = 0; h < a.kv_heads; ++h) {
     const HeadCache head = t.head(sequence, h);
-    rotate(x + (a.heads + h) * d, cos, sin, half, key);
+    place_head(x + (a.heads + h) * d, a.k_norm, key);
     append_key(head, slot, key);
-    round_values(x + (a.heads + a.kv_heads + h) * d, d, head.value(slot));
+    const RowSource<false> value{x + (a.heads + a.kv_heads + h) * d, nullptr, 1.0f};
+    place(value, d, nullptr, nullptr, 0, head.value(slot));
   }
 }
 
@@ -155,132 +207,139 @@ struct KeyRun {
   int64_t row;  // elements from a pair of dimensions to the next
 };
 
-// Scores of Q queries against a run of T x 16 positions.
+// Scores of Q queries against T tiles of positions.
 template <int Q, int T>
-inline void score_block(const uint16_t* queries, int64_t head_dim, const KeyRun& run, float scale,
+inline void score_block(const Query* queries, int64_t head_dim, const KeyRun& run, float scale,
                         float* scores, int64_t stride) {
-  __m512 sum[Q][T];
+  TileF sum[Q][T];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) sum[q][t] = _mm512_setzero_ps();
+    for (int t = 0; t < T; ++t) sum[q][t] = splat_tile(0.0f);
   const uint16_t *keys = run.keys, *after = run.after;
   for (int64_t i = 0; i < head_dim; i += 2, keys += run.row, after += run.row) {
-    __m512bh key[T];
+    decltype(Products::keys(TileI())) key[T];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      key[t] = (__m512bh)_mm512_loadu_si512(keys + t * 2 * lanes);
-      _mm_prefetch(after + t * 2 * lanes, _MM_HINT_T1);
+      key[t] = Products::keys(load_tile(keys + t * half));
+      fetch(after + t * half);
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
-      int32_t pair;
-      __builtin_memcpy(&pair, queries + q * head_dim + i, 4);
-      const __m512bh query = (__m512bh)_mm512_set1_epi32(pair);
+      const auto factor = Products::factor(queries + q * head_dim + i);
 #pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) sum[q][t] = _mm512_dpbf16_ps(sum[q][t], query, key[t]);
+      for (int t = 0; t < T; ++t) sum[q][t] = Products::add(sum[q][t], factor, key[t]);
     }
   }
-  const __m512 factor = _mm512_set1_ps(scale);
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t)
-      _mm512_storeu_ps(scores + q * stride + t * lanes, _mm512_mul_ps(sum[q][t], factor));
+      store_tile(scores + q * stride + t * side, sum[q][t] * splat_tile(scale));
 }
 
-// Softmax weights of one query in place; returns their sum. scores [count], then garbage.
-inline float soften(float* scores, int64_t count) {
-  const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
-  __m512 largest = lowest;
-  for (int64_t j = 0; j < count; j += lanes)
-    largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(lowest, low_bits(count - j), scores + j));
-  const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t j = 0; j < count; j += lanes) {
-    const __mmask16 mask = low_bits(count - j);
-    const __m512 score = _mm512_maskz_loadu_ps(mask, scores + j);
-    const __m512 weight = _mm512_maskz_mov_ps(mask, exp_ps(_mm512_sub_ps(score, shift)));
-    _mm512_storeu_ps(scores + j, weight);
-    sum = _mm512_add_ps(sum, weight);
+// Softmax weights of the positions begin .. end - 1 of one query in place; returns their sum. Whole
+// registers are worked on: what lies in them besides counts as -infinity, whose weight is 0.
+inline float soften(float* scores, int64_t begin, int64_t end) {
+  const F16 lowest = splat(-__builtin_inff());
+  float *first = scores + begin / lanes * lanes, *last = scores + (end - 1) / lanes * lanes;
+  if (begin % lanes) store(first, select(leading(begin % lanes), lowest, load(first)));
+  store(last, load(last, (end - 1) % lanes + 1, lowest));
+  F16 largest = lowest;
+  for (const float* at = first; at <= last; at += lanes) largest = max(largest, load(at));
+  const F16 shift = splat(reduce_max(largest));
+  F16 sum = splat(0.0f);
+  for (float* at = first; at <= last; at += lanes) {
+    const F16 weight = exp_ps(load(at) - shift);
+    store(at, weight);
+    sum = sum + weight;
   }
-  return _mm512_reduce_add_ps(sum);
+  return reduce_add(sum);
 }
 
-// 32 dimensions of V as even and odd ones.
-struct Halves {
-  __m512 even, odd;
+// A run of slots.
+struct Range {
+  int64_t begin, end;
 };
-inline Halves widen(const uint16_t* value, __mmask16 mask) {
-  const __m512i pairs = _mm512_maskz_loadu_epi32(mask, value);
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
-          _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)))};
-}
 
-// `sums` [Q][H][32] = weights [Q][count] x V of the first `count` slots, H times 32 dimensions.
-template <int Q, int H>
-inline void weigh_block(const HeadCache& head, int64_t dimension, const __mmask16* masks,
-                        const float* weights, int64_t stride, int64_t count, float* sums) {
-  __m512 sum[Q][2 * H];
+// Halves of V that `queries` are multiplied with at once.
+constexpr int64_t halves_for(int64_t queries) { return queries <= kWideQueries ? 2 : 1; }
+
+// Some dimensions of V: one half or two, the last perhaps not full.
+struct Slice {
+  int64_t dimension, pairs, halves;
+
+  Slice(int64_t head_dim, int64_t dimension, int64_t most)
+      : dimension(dimension),
+        pairs((head_dim - dimension) / 2),
+        halves(pairs > side && most > 1 ? 2 : 1) {}
+  bool full() const { return pairs >= halves * side; }
+  int64_t pairs_of(int64_t h) const { return pairs - h * side; }
+};
+
+// `sums` [Q][H][even, odd][side] += weights [Q][slot] x V of the slots of a range, in a slice of H.
+template <int Q, int H, bool kFull>
+inline void weigh_block(const HeadCache& head, const Slice& slice, const float* weights,
+                        int64_t stride, Range slots, float* sums) {
+  EvenOdd sum[Q][H];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
-#pragma GCC unroll 4
-    for (int i = 0; i < 2 * H; ++i) sum[q][i] = _mm512_setzero_ps();
-  for (int64_t begin = 0; begin < count; begin += head.block_size) {
-    const int64_t size = count - begin < head.block_size ? count - begin : head.block_size;
-    const uint16_t* value = head.value(begin) + dimension;
-    const int64_t next = begin + 2 * size < count ? begin + 2 * size : begin;
-    const uint16_t* after = head.value(next) + dimension;
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) {
+      const float* at = sums + (q * H + h) * half;
+      sum[q][h] = {as_float(load_tile(at)), as_float(load_tile(at + side))};
+    }
+  for (int64_t begin = slots.begin, size; begin < slots.end; begin += size) {
+    const int64_t in_block = head.block_size - begin % head.block_size, left = slots.end - begin;
+    size = in_block < left ? in_block : left;
+    const uint16_t* value = head.value(begin) + slice.dimension;
+    const int64_t next = 2 * size < left ? begin + 2 * size : begin;
+    const uint16_t* after = head.value(next) + slice.dimension;
     for (int64_t j = 0; j < size; ++j, value += head.head_dim, after += head.head_dim) {
-      Halves v[H];
+      EvenOdd v[H];
 #pragma GCC unroll 2
       for (int h = 0; h < H; ++h) {
-        v[h] = widen(value + 32 * h, masks[h]);
-        _mm_prefetch(after + 32 * h, _MM_HINT_T1);
+        const uint16_t* at = value + h * half;
+        v[h] = widen(kFull ? load_tile(at) : load_tile(at, slice.pairs_of(h)));
+        fetch(after + h * half);
       }
 #pragma GCC unroll 8
       for (int q = 0; q < Q; ++q) {
-        const __m512 weight = _mm512_set1_ps(weights[q * stride + begin + j]);
+        const TileF weight = splat_tile(weights[q * stride + begin + j]);
 #pragma GCC unroll 2
         for (int h = 0; h < H; ++h) {
-          sum[q][2 * h] = _mm512_fmadd_ps(weight, v[h].even, sum[q][2 * h]);
-          sum[q][2 * h + 1] = _mm512_fmadd_ps(weight, v[h].odd, sum[q][2 * h + 1]);
+          sum[q][h].even = fma(weight, v[h].even, sum[q][h].even);
+          sum[q][h].odd = fma(weight, v[h].odd, sum[q][h].odd);
         }
       }
     }
   }
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
-#pragma GCC unroll 4
-    for (int i = 0; i < 2 * H; ++i) _mm512_storeu_ps(sums + (q * 2 * H + i) * 16, sum[q][i]);
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) {
+      float* at = sums + (q * H + h) * half;
+      store_tile(at, sum[q][h].even);
+      store_tile(at + side, sum[q][h].odd);
+    }
 }
 
 // One slot more for one query.
-inline void weigh_slot(const uint16_t* value, int halves, const __mmask16* masks, float weight,
-                       float* sums) {
-  const __m512 factor = _mm512_set1_ps(weight);
-  for (int h = 0; h < halves; ++h) {
-    const Halves v = widen(value + 32 * h, masks[h]);
-    float* at = sums + 32 * h;
-    _mm512_storeu_ps(at, _mm512_fmadd_ps(factor, v.even, _mm512_loadu_ps(at)));
-    _mm512_storeu_ps(at + 16, _mm512_fmadd_ps(factor, v.odd, _mm512_loadu_ps(at + 16)));
+inline void weigh_slot(const uint16_t* value, const Slice& slice, float weight, float* sums) {
+  const TileF factor = splat_tile(weight);
+  for (int64_t h = 0; h < slice.halves; ++h) {
+    const EvenOdd v = widen(load_tile(value + h * half, slice.pairs_of(h)));
+    float* at = sums + h * half;
+    store_tile(at, fma(factor, v.even, as_float(load_tile(at))));
+    store_tile(at + side, fma(factor, v.odd, as_float(load_tile(at + side))));
   }
 }
 
-// 32 sums, even then odd dimensions, divided and in order.
-inline void store_half(const float* sums, float total, __mmask16 mask, float* out) {
-  const __m512 z = _mm512_set1_ps(total);
-  const __m512 even = _mm512_div_ps(_mm512_loadu_ps(sums), z);
-  const __m512 odd = _mm512_div_ps(_mm512_loadu_ps(sums + 16), z);
-  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  const auto doubled = [](uint32_t bits) -> __mmask16 {  // a bit a pair -> a bit a value
-    __mmask16 wide = 0;
-    for (int i = 0; i < 8; ++i) wide |= (bits >> i & 1) * (3u << (2 * i));
-    return wide;
-  };
-  _mm512_mask_storeu_ps(out, doubled(mask & 0xff), _mm512_permutex2var_ps(even, low, odd));
-  _mm512_mask_storeu_ps(out + 16, doubled(mask >> 8), _mm512_permutex2var_ps(even, high, odd));
+// The sums of a half or less, divided and in order.
+inline void store_half(const float* sums, float total, int64_t pairs, float* out) {
+  const TileF z = splat_tile(total);
+  const TileF even = as_float(load_tile(sums)) / z, odd = as_float(load_tile(sums + side)) / z;
+  store_interleaved(out, even, odd, pairs);
 }
 
 // Some query vectors of one kv head of one sequence: `first` counts [row][head of the group].
@@ -306,32 +365,32 @@ struct QueryTile {
   int64_t node(int64_t q) const { return (first + q) / group; }
   // Slots up to the node's own: those a row may see.
   int64_t reach(int64_t q) const { return context + node(q) + 1; }
-  // The leading slots that query q and all after it see.
-  int64_t shared(int64_t q) const { return tree ? context + 1 : reach(q); }
+  // The logical positions that query q sees. Those up to the root's are slots.
+  Range seen(int64_t q) const {
+    const int64_t end = tree ? context + 1 + __builtin_popcountll(ancestors(q)) : reach(q);
+    return {t.start(end), end};
+  }
+  // No query from q on sees a slot before this one.
+  int64_t oldest(int64_t q) const { return t.start(tree ? context + 1 : reach(q)); }
+  // The slots that the queries q .. q + count - 1 all see, but for ancestors.
+  Range shared(int64_t q, int64_t count) const {
+    const int64_t end = tree ? context + 1 : reach(q);
+    int64_t begin = 0;
+    for (int64_t i = q; t.a.window && i < q + count; ++i)
+      if (seen(i).begin > begin) begin = seen(i).begin;
+    return {begin < end ? begin : end, end};
+  }
   uint64_t ancestors(int64_t q) const { return t.batch.ancestors[row_offset + node(q)]; }
-  const uint16_t* query(int64_t q) const { return t.queries + (index + q) * t.a.head_dim; }
+  const Query* query(int64_t q) const { return t.queries + (index + q) * t.a.head_dim; }
   float* output(int64_t q) const {
     const int64_t row = row_offset + node(q), h = kv_head * group + (first + q) % group;
     return t.out + (row * t.a.heads + h) * t.a.head_dim;
   }
 };
 
-// Calls f with the constant 1 .. 6 that equals `count`.
-template <class F>
-inline void with_count(int64_t count, const F& f) {
-  switch (count) {
-    case 1: return f(Constant<1>());
-    case 2: return f(Constant<2>());
-    case 3: return f(Constant<3>());
-    case 4: return f(Constant<4>());
-    case 5: return f(Constant<5>());
-    default: return f(Constant<6>());
-  }
-}
-
-// Size of the next of the even blocks that `left` queries make.
-inline int64_t block_of(int64_t left) {
-  const int64_t blocks = (left + query_block - 1) / query_block;
+// Size of the next of the even blocks, of up to `most`, that `left` queries make.
+inline int64_t block_of(int64_t left, int64_t most) {
+  const int64_t blocks = (left + most - 1) / most;
   return (left + blocks - 1) / blocks;
 }
 
@@ -341,33 +400,29 @@ inline void score(const QueryTile& tile, int64_t begin, int64_t end, float* scor
   const int64_t stride = tile.t.stride, last = tile.reach(tile.count - 1);
   for (int64_t slot = begin, size; slot < end; slot += size) {
     const int64_t in_block = head.block_size - slot % head.block_size;
-    size = in_block < end - slot ? in_block : round_up(end - slot, lanes);
-    size = size >= key_run ? key_run : size >= 2 * lanes ? 2 * lanes : lanes;
-    const int64_t next = slot + 2 * key_run;
+    const int64_t left = in_block < end - slot ? in_block : round_up(end - slot, lanes);
+    const int64_t next = slot + keys_ahead;
     const KeyRun run{head.key(slot), head.key(next < last ? next : slot), head.key_row()};
-    for (int64_t q = 0, queries; q < tile.count; q += queries) {
-      queries = block_of(tile.count - q);
-      if (tile.reach(q + queries - 1) <= slot) continue;
-      with_count(queries, [&](auto n) {
-        constexpr int Q = n.value;
-        const auto block = size == key_run     ? score_block<Q, 4>
-                           : size == 2 * lanes ? score_block<Q, 2>
-                                               : score_block<Q, 1>;
-        block(tile.query(q), head.head_dim, run, tile.t.a.scale, scores + q * stride + slot,
-              stride);
-      });
-    }
+    with_power<kKeyTiles>(left / side, [&](auto t) {
+      size = t.value * side;
+      for (int64_t q = 0, queries; q < tile.count; q += queries) {
+        queries = block_of(tile.count - q, kKeyQueries);
+        if (tile.reach(q + queries - 1) <= slot || tile.oldest(q) >= slot + size) continue;
+        with_count<kKeyQueries>(queries, [&](auto n) {
+          score_block<n.value, t.value>(tile.query(q), head.head_dim, run, tile.t.a.scale,
+                                        scores + q * stride + slot, stride);
+        });
+      }
+    });
   }
 }
 
-// Visible scores of a tree node moved together, in logical order; returns how many there are.
-inline int64_t compact(const QueryTile& tile, int64_t q, float* scores) {
-  if (!tile.tree) return tile.reach(q);
-  const int64_t below = tile.context + 1;  // the root
-  int64_t visible = below;
+// The scores of a tree node's ancestors moved to their logical positions.
+inline void compact(const QueryTile& tile, int64_t q, float* scores) {
+  const float* below = scores + tile.context + 1;  // the root
+  int64_t position = tile.context + 1;
   for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1)
-    scores[visible++] = scores[below + __builtin_ctzll(bits)];
-  return visible;
+    scores[position++] = below[__builtin_ctzll(bits)];
 }
 
 // Scores of the queries q .. q + count - 1 become weights.
@@ -375,55 +430,65 @@ inline void soften_queries(const QueryTile& tile, int64_t q, int64_t count, floa
                            float* totals) {
   for (int64_t i = 0; i < count; ++i) {
     float* row = scores + i * tile.t.stride;
-    totals[i] = soften(row, compact(tile, q + i, row));
+    if (tile.tree) compact(tile, q + i, row);
+    const Range seen = tile.seen(q + i);
+    totals[i] = soften(row, seen.begin, seen.end);
   }
 }
 
-// Some dimensions of V: one or two times 32, of which `masks` are there.
-struct Slice {
-  int64_t dimension;
-  int halves;
-  __mmask16 masks[2];
+// Adds values of query q one position at a time.
+struct Weigher {
+  const QueryTile& tile;
+  int64_t q;
+  const Slice& slice;
+  const float* weights;
+  float* sums;
 
-  Slice(int64_t head_dim, int64_t dimension, int most) : dimension(dimension) {
-    const int64_t pairs = (head_dim - dimension) / 2;
-    halves = pairs > lanes && most > 1 ? 2 : 1;
-    masks[0] = low_bits(pairs);
-    masks[1] = halves > 1 ? low_bits(pairs - lanes) : 0;
+  void add(int64_t slot, int64_t position) const {
+    const uint16_t* value = tile.head.value(slot) + slice.dimension;
+    weigh_slot(value, slice, weights[position], sums);
+  }
+  // What it sees before the slots that its block shares.
+  void before(Range shared) const {
+    for (int64_t j = tile.seen(q).begin; j < shared.begin; ++j) add(j, j);
+  }
+  // And behind them.
+  void after(Range shared) const {
+    const Range seen = tile.seen(q);
+    if (tile.tree) return add_ancestors(seen.begin);
+    for (int64_t j = seen.begin > shared.end ? seen.begin : shared.end; j < seen.end; ++j) add(j, j);
+  }
+  void add_ancestors(int64_t oldest) const {
+    const int64_t below = tile.context + 1;  // the root
+    int64_t position = below;
+    for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1, ++position)
+      if (position >= oldest) add(below + __builtin_ctzll(bits), position);
   }
 };
-
-// The slots of query q behind the `shared` ones of its block.
-inline void weigh_own(const QueryTile& tile, int64_t q, int64_t shared, const Slice& slice,
-                      const float* weights, float* sums) {
-  const auto add = [&](int64_t slot, float weight) {
-    const uint16_t* value = tile.head.value(slot) + slice.dimension;
-    weigh_slot(value, slice.halves, slice.masks, weight, sums);
-  };
-  if (!tile.tree) {
-    for (int64_t j = shared; j < tile.reach(q); ++j) add(j, weights[j]);
-    return;
-  }
-  int64_t j = shared;
-  for (uint64_t bits = tile.ancestors(q); bits; bits &= bits - 1)
-    add(tile.context + 1 + __builtin_ctzll(bits), weights[j++]);
-}
 
 // The output of `count` queries from q on, in a slice of the dimensions.
 inline void weigh(const QueryTile& tile, int64_t q, int64_t count, const Slice& slice,
                   const float* weights, const float* totals) {
-  const int64_t stride = tile.t.stride, shared = tile.shared(q);
-  alignas(64) float sums[query_block * 64];
-  with_count(count, [&](auto n) {
-    const auto block = slice.halves > 1 ? weigh_block<n.value, 2> : weigh_block<n.value, 1>;
-    block(tile.head, slice.dimension, slice.masks, weights, stride, shared, sums);
+  const int64_t stride = tile.t.stride, width = half * slice.halves;
+  const Range shared = tile.shared(q, count);
+  alignas(64) float sums[kValueQueries * 2 * half];
+  __builtin_memset(sums, 0, count * width * sizeof(float));
+  const auto weigher = [&](int64_t i) {
+    return Weigher{tile, q + i, slice, weights + i * stride, sums + i * width};
+  };
+  for (int64_t i = 0; tile.t.a.window && i < count; ++i) weigher(i).before(shared);
+  with_count<kValueQueries>(count, [&](auto n) {
+    with_count<halves_for(n.value)>(slice.halves, [&](auto h) {
+      const auto block = slice.full() ? weigh_block<n.value, h.value, true>
+                                      : weigh_block<n.value, h.value, false>;
+      block(tile.head, slice, weights, stride, shared, sums);
+    });
   });
   for (int64_t i = 0; i < count; ++i) {
-    float* own = sums + i * 32 * slice.halves;
-    weigh_own(tile, q + i, shared, slice, weights + i * stride, own);
+    weigher(i).after(shared);
     float* out = tile.output(q + i) + slice.dimension;
-    for (int h = 0; h < slice.halves; ++h)
-      store_half(own + 32 * h, totals[i], slice.masks[h], out + 32 * h);
+    for (int64_t h = 0; h < slice.halves; ++h)
+      store_half(sums + i * width + h * half, totals[i], slice.pairs_of(h), out + h * half);
   }
 }
 
@@ -475,13 +540,14 @@ inline void append_rows(const Attend& t, int32_t threads) {
 
 inline void attend_tile(const QueryTile& tile, float* scores) {
   const int64_t stride = tile.t.stride, d = tile.head.head_dim;
-  score(tile, 0, tile.reach(tile.count - 1), scores);
+  score(tile, tile.oldest(0) / lanes * lanes, tile.reach(tile.count - 1), scores);
   for (int64_t q = 0, count; q < tile.count; q += count) {
-    count = block_of(tile.count - q);
-    float totals[query_block];
+    count = block_of(tile.count - q, kValueQueries);
+    float totals[kValueQueries];
     soften_queries(tile, q, count, scores + q * stride, totals);
-    for (int64_t dimension = 0; dimension < d; dimension += 64)
-      weigh(tile, q, count, Slice(d, dimension, 2), scores + q * stride, totals);
+    const int64_t halves = halves_for(count);
+    for (int64_t dimension = 0; dimension < d; dimension += halves * half)
+      weigh(tile, q, count, Slice(d, dimension, halves), scores + q * stride, totals);
   }
 }
 
@@ -502,36 +568,49 @@ inline void attend_whole(const Attend& t, int32_t threads) {
 struct Split {
   const Attend& t;
   int64_t kv_heads, run;  // slots that are scored together
-  int width;              // of a slice, in halves
+  bool wide;              // slices may take two halves
 
-  Split(const Attend& t, int64_t longest, int32_t threads) : t(t), kv_heads(t.a.kv_heads) {
+  Split(const Attend& t, int64_t span, int32_t threads) : t(t), kv_heads(t.a.kv_heads) {
     const int64_t items = 6 * threads;
-    run = round_up((t.batch.sequences * kv_heads * longest + items - 1) / items, 64);
-    const int64_t blocks = (t.batch.rows * t.group() + query_block - 1) / query_block;
-    width = kv_heads * blocks * ((t.a.head_dim + 63) / 64) >= 4 * threads ? 2 : 1;
+    run = round_up((t.batch.sequences * kv_heads * span + items - 1) / items, 64);
+    const int64_t blocks = (t.batch.rows * t.group() + kValueQueries - 1) / kValueQueries;
+    wide = kv_heads * blocks * ((t.a.head_dim + 2 * half - 1) / (2 * half)) >= 4 * threads;
   }
-  int64_t runs(int64_t s) const { return (t.reach_of(s) + run - 1) / run; }
-  int64_t slices() const { return (t.a.head_dim + 32 * width - 1) / (32 * width); }
-  int64_t blocks(int64_t s) const { return tiles_of(t, s, query_block); }
+  // The block from which on slots are seen.
+  int64_t start(int64_t s) const {
+    return t.start(t.batch.context_lengths[s] + 1) / t.a.block_size * t.a.block_size;
+  }
+  int64_t runs(int64_t s) const { return (t.reach_of(s) - start(s) + run - 1) / run; }
+  // Of a slice, in halves.
+  int64_t width(int64_t s) const {
+    const int64_t queries = t.rows_of(s) * t.group();
+    return wide ? halves_for(queries < kValueQueries ? queries : kValueQueries) : 1;
+  }
+  int64_t slices(int64_t s) const {
+    return (t.a.head_dim + half * width(s) - 1) / (half * width(s));
+  }
+  int64_t blocks(int64_t s) const { return tiles_of(t, s, kValueQueries); }
   QueryTile block(int64_t s, int64_t item) const {
-    const int64_t kv_head = item / blocks(s), first = item % blocks(s) * query_block;
-    return tile_of(t, s, kv_head, first, query_block);
+    const int64_t kv_head = item / blocks(s), first = item % blocks(s) * kValueQueries;
+    return tile_of(t, s, kv_head, first, kValueQueries);
   }
   float* scores(const QueryTile& tile) const { return t.scores + tile.index * t.stride; }
   float* totals(const QueryTile& tile) const { return t.totals + tile.index; }
 
   void score_run(int64_t s, int64_t item) const {
     const QueryTile tile = tile_of(t, s, item / runs(s), 0, INT64_MAX);
-    const int64_t begin = item % runs(s) * run, reach = t.reach_of(s);
-    score(tile, begin, begin + run < reach ? begin + run : reach, scores(tile));
+    const int64_t begin = start(s) + item % runs(s) * run, reach = t.reach_of(s);
+    const int64_t oldest = tile.oldest(0) / lanes * lanes;
+    score(tile, begin > oldest ? begin : oldest, begin + run < reach ? begin + run : reach,
+          scores(tile));
   }
   void soften_block(int64_t s, int64_t item) const {
     const QueryTile tile = block(s, item);
     soften_queries(tile, 0, tile.count, scores(tile), totals(tile));
   }
   void weigh_slice(int64_t s, int64_t item) const {
-    const QueryTile tile = block(s, item / slices());
-    const Slice slice(t.a.head_dim, item % slices() * 32 * width, width);
+    const QueryTile tile = block(s, item / slices(s));
+    const Slice slice(t.a.head_dim, item % slices(s) * half * width(s), width(s));
     weigh(tile, 0, tile.count, slice, scores(tile), totals(tile));
   }
 };
@@ -545,23 +624,24 @@ inline void attend_split(const Split& split, int32_t threads) {
       t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s); },
       [&](int64_t s, int64_t item, int32_t) { split.soften_block(s, item); });
   share(
-      t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s) * split.slices(); },
+      t, threads, [&](int64_t s) { return split.kv_heads * split.blocks(s) * split.slices(s); },
       [&](int64_t s, int64_t item, int32_t) { split.weigh_slice(s, item); });
 }
 
 // ---- The table's functions ------------------------------------------------------------------
 
 // Who does what in one call: the plan that is estimated to end first. Unit of time: one query
-// vector against the longest context; a tile costs 1.5 of them besides (loads of K and V), a step
-// that threads share about 2500 cycles, a vector about reach * head_dim / 8.
+// vector against the `span` of slots that it sees in the longest context; a tile costs 1.5 of them
+// besides (loads of K and V), a step that threads share about 2500 cycles, a vector about
+// span * head_dim / 8.
 struct Plan {
   int32_t threads;
   int64_t tile = query_tile;
   bool split = false;
 
-  Plan(const quasar_attention& a, const quasar_batch& batch, int64_t longest, int32_t team)
+  Plan(const quasar_attention& a, const quasar_batch& batch, int64_t span, int32_t team)
       : threads(1) {
-    const double vector = static_cast<double>(longest * a.head_dim) / 8, step = 2500 / vector;
+    const double vector = static_cast<double>(span * a.head_dim) / 8, step = 2500 / vector;
     const int64_t heads = int64_t{a.kv_heads} * batch.sequences;
     const int64_t rows = (batch.rows + batch.sequences - 1) / batch.sequences;
     const int64_t queries = rows * (a.heads / a.kv_heads);
@@ -596,7 +676,7 @@ struct AttendLayout {
     const int64_t vectors = rows * a.heads, whole = threads * query_tile;
     const int64_t split = vectors <= Plan::most_split(threads) ? vectors : 0;
     stride = round_up(longest, 64) + 16;
-    queries = round_up(vectors * a.head_dim * 2, 64);
+    queries = round_up(vectors * a.head_dim * int64_t{sizeof(Query)}, 64);
     totals = round_up(split * 4, 64);
     scores = (split > whole ? split : whole) * stride * 4;
   }
@@ -620,7 +700,8 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
     const int64_t reach = batch->context_lengths[s] + rows;
     if (reach > longest) longest = reach;
   }
-  const Plan plan(*a, *batch, longest, threads);
+  const int64_t span = a->window && a->window < longest ? a->window : longest;
+  const Plan plan(*a, *batch, span, threads);
   const AttendLayout layout(*a, batch->rows, longest, threads);
   char* queries = static_cast<char*>(scratch);
   char* totals = queries + layout.queries;
@@ -630,14 +711,14 @@ void attend(const quasar_attention* a, const quasar_batch* batch, const float* q
                  qkv,
                  cache,
                  out,
-                 reinterpret_cast<uint16_t*>(queries),
+                 reinterpret_cast<Query*>(queries),
                  reinterpret_cast<float*>(scores),
                  reinterpret_cast<float*>(totals),
                  plan.tile,
                  layout.stride};
   append_rows(t, threads);
   if (plan.split)
-    attend_split(Split(t, longest, threads), threads);
+    attend_split(Split(t, span, threads), threads);
   else
     attend_whole(t, plan.threads);
 }

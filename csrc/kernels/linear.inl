@@ -37,9 +37,9 @@
 // groups of 16 and packs 32 G rows; scale and bias have 32 G entries in that order. out_features
 // stays 2 I, and out has I columns.
 
-constexpr int kTileRows = 14;
 constexpr int64_t kBlock = 32;               // outputs a block
-constexpr int64_t kStepBytes = 128;          // weights of a block a step
+constexpr int64_t kParts = kBlock / kTileOutputs;
+constexpr int64_t kTurnBytes = 128;          // weights that a tile reads a turn of its loop
 constexpr int64_t kHalfRows = 4;             // up to so many rows every second line is fetched
 constexpr int64_t kGroupBytes = 576 << 10;   // rows that visit the blocks together
 constexpr int64_t kPrivateBytes = 40 << 10;  // rows up to this size are prepared by each thread
@@ -58,14 +58,17 @@ struct Rows {
   float* inverse;   // [rows], 1 / rms
   float* factor;    // [rows]
   int32_t* start;   // [rows], where the sums start
-  int64_t rows, steps, tiles;
+  int64_t rows, steps, part_bytes, tiles;
 
   static size_t bytes(int64_t rows, int64_t steps) {
     return (size_t)(rows * (steps + 4) * 4 + 64);
   }
 
-  Rows(void* memory, int64_t rows, int64_t steps)
-      : rows(rows), steps(steps), tiles((rows + kTileRows - 1) / kTileRows) {
+  Rows(void* memory, int64_t rows, int64_t steps, int64_t part_bytes)
+      : rows(rows),
+        steps(steps),
+        part_bytes(part_bytes),
+        tiles((rows + kTileRows - 1) / kTileRows) {
     values = (int32_t*)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     scale = (float*)(values + rows * steps);
     inverse = scale + rows;
@@ -153,8 +156,8 @@ static void prepare_together(const Input& input, const Rows& rows, int threads) 
 
 // ---- The tile -------------------------------------------------------------------------------
 
-// Sums of R rows x 32 outputs. A recursive struct of scalars, not an array: GCC keeps it in
-// registers.
+// Sums of R rows x kTileOutputs outputs. A recursive struct of scalars, not an array: GCC keeps it
+// in registers.
 template <class P, int R>
 struct Sums {
   typename P::Sum left, right;
@@ -164,16 +167,16 @@ struct Sums {
     left = right = P::start(*start);
     rest.begin(start + 1);
   }
-  // One step: `values` holds four bytes of each row.
-  [[gnu::always_inline]] inline void add(__m512i w_left, __m512i w_right, const int32_t* values) {
-    const __m512i value = _mm512_set1_epi32(*values);
-    left = P::multiply(left, w_left, value);
-    right = P::multiply(right, w_right, value);
-    rest.add(w_left, w_right, values + 1);
+  // One step: `values` holds a word of each row.
+  [[gnu::always_inline]] inline void add(const typename P::Weights& w, const int32_t* values) {
+    const typename P::Value value = P::value(values);
+    left = P::multiply(left, w.left, value);
+    right = P::multiply(right, w.right, value);
+    rest.add(w, values + 1);
   }
   [[gnu::always_inline]] inline void store(float* sums) const {
-    _mm512_store_ps(sums, P::as_float(left));
-    _mm512_store_ps(sums + 16, P::as_float(right));
+    P::store_sums(sums, left);
+    P::store_sums(sums + kTileOutputs / 2, right);
     rest.store(sums + kBlock);
   }
 };
@@ -181,79 +184,88 @@ struct Sums {
 template <class P>
 struct Sums<P, 0> {
   inline void begin(const int32_t*) {}
-  inline void add(__m512i, __m512i, const int32_t*) {}
+  inline void add(const typename P::Weights&, const int32_t*) {}
   inline void store(float*) const {}
 };
 
-// A tile fetches two lines a step into L2: `next` and `next` + second, moved by `stride`.
-struct Fetch {
+// A tile fetches two lines for 128 bytes of weights: `next` and `next` + second, moved by `stride`.
+struct Ahead {
   const char* next;
   int64_t stride, second;
 };
 
 template <class P, int R>
-static void multiply_tile(const char* weight, int64_t steps, const int32_t* values,
-                          const int32_t* start, Fetch fetch, float* sums) {
+static void multiply_tile(const char* weight, int64_t bytes, const int32_t* values,
+                          const int32_t* start, Ahead ahead, float* sums) {
   Sums<P, R> tile;
   tile.begin(start);
-  const char* const end = weight + steps * kStepBytes;
+  const char* const end = weight + bytes;
   do {
-    _mm_prefetch(fetch.next, _MM_HINT_T1);
-    _mm_prefetch(fetch.next + fetch.second, _MM_HINT_T1);
-    fetch.next += fetch.stride;
-    tile.add(_mm512_load_si512(weight), _mm512_load_si512(weight + 64), values);
-    weight += kStepBytes;
-    values += R;
+    fetch(ahead.next);
+    fetch(ahead.next + ahead.second);
+    ahead.next += ahead.stride;
+#pragma GCC unroll 4
+    for (int i = 0; i < kTurnBytes / P::kStepBytes; ++i) {
+      tile.add(P::weights(weight), values);
+      weight += P::kStepBytes;
+      values += R;
+    }
   } while (weight != end);
   tile.store(sums);
 }
 
 template <class P>
-using Multiply = void (*)(const char*, int64_t, const int32_t*, const int32_t*, Fetch, float*);
+using Multiply = void (*)(const char*, int64_t, const int32_t*, const int32_t*, Ahead, float*);
 
-template <class P>
+template <class P, int R = kTileRows>
 static Multiply<P> multiply_for(int64_t rows) {
-  static constexpr Multiply<P> table[kTileRows] = {
-      multiply_tile<P, 1>,  multiply_tile<P, 2>,  multiply_tile<P, 3>,  multiply_tile<P, 4>,
-      multiply_tile<P, 5>,  multiply_tile<P, 6>,  multiply_tile<P, 7>,  multiply_tile<P, 8>,
-      multiply_tile<P, 9>,  multiply_tile<P, 10>, multiply_tile<P, 11>, multiply_tile<P, 12>,
-      multiply_tile<P, 13>, multiply_tile<P, 14>};
-  return table[rows - 1];
+  if constexpr (R > 1)
+    if (rows < R) return multiply_for<P, R - 1>(rows);
+  return multiply_tile<P, R>;
 }
 
-// `visit`: how many tiles have been at this block before.
-static Fetch fetch_for(const char* weight, const Rows& rows, int64_t visit) {
-  if (rows.rows <= kHalfRows) return {weight + 4096, kStepBytes, 0};
-  if (rows.tiles == 1) return {weight + 6144, kStepBytes, 64};
-  if (visit < 2) return {weight + rows.steps * (kStepBytes + 64 * visit), 64, 0};
-  return {weight, 0, 0};
+// What a part of a block fetches; `unit` counts the parts of this block that came before, with this
+// tile or others.
+static Ahead ahead_of(const char* part, const Rows& rows, const char* block_end, int64_t unit) {
+  if (rows.rows <= kHalfRows) return {part + 4096, kTurnBytes, 0};
+  if (rows.tiles == 1) return {part + 6144, kTurnBytes, 64};
+  if (unit < 2 * kParts) return {block_end + unit * (rows.part_bytes / 2), kTurnBytes / 2, 0};
+  return {part, 0, 0};
 }
 
 // ---- What becomes of the sums ---------------------------------------------------------------
 
-enum class Result { kStore, kAdd, kGated };
+enum class Result { kStore, kAdd, kSilu, kGeluTanh };
 
-template <bool kAdd>
-static inline void write(float* target, int64_t count, __m512 values) {
-  const __mmask16 mask = count > 0 ? low_bits(count) : 0;
-  if constexpr (kAdd) values = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, target), values);
-  _mm512_mask_storeu_ps(target, mask, values);
+constexpr bool is_gated(Result result) {
+  return result == Result::kSilu || result == Result::kGeluTanh;
 }
 
-// silu(gate) * up with silu(g) = g / (1 + e^-g). g is held to -88, where silu is -5e-37: e^88 is
-// about the largest power that exp_ps gives.
-static inline __m512 gated(__m512 gate, __m512 up) {
-  gate = _mm512_max_ps(_mm512_set1_ps(-88.0f), gate);
-  const __m512 power = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-  return _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), power)), up);
+template <bool kAdd>
+static inline void write(float* target, int64_t count, F16 values) {
+  count = count > 0 ? count : 0;
+  if constexpr (kAdd) values = load(target, count) + values;
+  store(target, values, count);
+}
+
+// g / (1 + e^-z): silu(g) for z = g. And as 1 + tanh(u) = 2 / (1 + e^-2u), it is gelu_tanh(g) for
+// z = 2 sqrt(2 / pi) (g + 0.044715 g^3). g is held to where z is about -88 and the result -1e-37:
+// e^88 is about the largest power that exp_ps gives.
+template <Result kResult>
+static inline F16 activation(F16 gate) {
+  gate = max(splat(kResult == Result::kSilu ? -88.0f : -10.0f), gate);
+  F16 z = gate;
+  if constexpr (kResult == Result::kGeluTanh)
+    z = gate * fma(gate * gate, splat(0.0713548163f), splat(1.59576912f));
+  return gate / (splat(1.0f) + exp_ps(splat(0.0f) - z));
 }
 
 template <Result kResult>
 static inline void write_row(const quasar_linear& layer, float* out, int64_t m, int64_t block,
-                             __m512 left, __m512 right) {
-  if constexpr (kResult == Result::kGated) {
+                             F16 left, F16 right) {
+  if constexpr (is_gated(kResult)) {
     const int64_t columns = layer.out_features / 2, n = block * (kBlock / 2);
-    write<false>(out + m * columns + n, columns - n, gated(left, right));
+    write<false>(out + m * columns + n, columns - n, activation<kResult>(left) * right);
   } else {
     const int64_t columns = layer.out_features, n = block * kBlock;
     write<kResult == Result::kAdd>(out + m * columns + n, columns - n, left);
@@ -267,11 +279,11 @@ static void finish_tile(const quasar_linear& layer, const Rows& rows, int64_t fi
   const int64_t n = block * kBlock;
   for (int64_t r = 0; r < count; ++r, sums += kBlock) {
     const float row_scale = rows.scale[first + r];
-    __m512 left = P::scaled(_mm512_load_ps(sums), layer.scale, n, row_scale);
-    __m512 right = P::scaled(_mm512_load_ps(sums + 16), layer.scale, n + 16, row_scale);
+    F16 left = P::scaled(load(sums), layer.scale, n, row_scale);
+    F16 right = P::scaled(load(sums + 16), layer.scale, n + 16, row_scale);
     if (layer.bias) {
-      left = _mm512_add_ps(left, _mm512_loadu_ps(layer.bias + n));
-      right = _mm512_add_ps(right, _mm512_loadu_ps(layer.bias + n + 16));
+      left = left + load(layer.bias + n);
+      right = right + load(layer.bias + n + 16);
     }
     write_row<kResult>(layer, out, first + r, block, left, right);
   }
@@ -343,11 +355,17 @@ template <class P, Result kResult>
 static void multiply_block(const quasar_linear& layer, const Rows& rows, int64_t block,
                            int64_t first_tile, int64_t last_tile, float* out) {
   alignas(64) float sums[kTileRows * kBlock];
-  const char* weight = (const char*)layer.weight + block * rows.steps * kStepBytes;
+  const char* const begin = (const char*)layer.weight + block * kParts * rows.part_bytes;
+  const char* const end = begin + kParts * rows.part_bytes;
+  int64_t unit = 0;
   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
     const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
-    multiply_for<P>(count)(weight, rows.steps, rows.values + first * rows.steps,
-                           rows.start + first, fetch_for(weight, rows, tile - first_tile), sums);
+    const Multiply<P> multiply = multiply_for<P>(count);
+    for (int64_t part = 0; part < kParts; ++part, ++unit) {
+      const char* weight = begin + part * rows.part_bytes;
+      multiply(weight, rows.part_bytes, rows.values + first * rows.steps, rows.start + first,
+               ahead_of(weight, rows, end, unit), sums + part * kTileOutputs);
+    }
     finish_tile<P, kResult>(layer, rows, first, count, block, sums, out);
   }
 }
@@ -357,17 +375,18 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
                        int threads) {
   if (input.rows == 0) return;
   const int64_t steps = steps_of<P>(input.count);
-  const int64_t outputs = kResult == Result::kGated ? kBlock / 2 : kBlock;
-  const int64_t columns = kResult == Result::kGated ? layer.out_features / 2 : layer.out_features;
+  const int64_t outputs = is_gated(kResult) ? kBlock / 2 : kBlock;
+  const int64_t columns = is_gated(kResult) ? layer.out_features / 2 : layer.out_features;
   const int64_t blocks = (columns + outputs - 1) / outputs;
   const bool shared = Rows::bytes(input.rows, steps) > kPrivateBytes;
-  const Rows common(scratch, input.rows, steps);
+  const int64_t part_bytes = steps * P::kStepBytes;
+  const Rows common(scratch, input.rows, steps, part_bytes);
   const int64_t group = group_tiles(common), groups = (common.tiles + group - 1) / group;
   Lanes lanes(blocks * groups, threads);
   if (shared) prepare_together<P>(input, common, threads);
   parallel(threads, [&](int32_t thread) {
     alignas(64) char memory[kPrivateBytes];
-    const Rows rows = shared ? common : Rows(memory, input.rows, steps);
+    const Rows rows = shared ? common : Rows(memory, input.rows, steps, part_bytes);
     if (!shared) prepare_rows<P>(input, rows, 0, rows.rows);
     lanes.run(thread, [&](int64_t unit) {
       const int64_t first = unit / blocks * group;
@@ -388,35 +407,41 @@ static void run_linear(const quasar_linear* layer, const Input& input, void* scr
 
 // ---- The table's functions ------------------------------------------------------------------
 
+template <class P>
+static int64_t block_bytes(int64_t in_features) {
+  return kParts * steps_of<P>(in_features) * P::kStepBytes;
+}
+
 static size_t packed_bytes(int32_t precision, int64_t out_features, int64_t in_features) {
-  const int64_t steps =
-      precision == QUASAR_W8A8 ? steps_of<W8A8>(in_features) : steps_of<Bf16>(in_features);
-  return (size_t)((out_features + kBlock - 1) / kBlock * steps * kStepBytes);
+  const int64_t blocks = (out_features + kBlock - 1) / kBlock;
+  return (size_t)(blocks * (precision == QUASAR_W8A8 ? block_bytes<W8A8>(in_features)
+                                                     : block_bytes<Bf16>(in_features)));
 }
 
 template <class P>
 static void pack_block(const typename P::Element* weight, int64_t rows, int64_t in_features,
-                       int32_t* packed) {
+                       char* packed) {
+  const int64_t part_bytes = steps_of<P>(in_features) * P::kStepBytes;
   for (int64_t k = 0; k < in_features; k += 16) {
     for (int64_t r = 0; r < kBlock; ++r) {
-      const int64_t count = r < rows ? in_features - k : 0;
-      P::pack_group(count ? weight + r * in_features + k : weight, count, packed + r);
+      const int64_t left = r < rows ? in_features - k : 0;
+      P::pack_group(left ? weight + r * in_features + k : weight, left < 16 ? left : 16,
+                    r % kTileOutputs, packed + r / kTileOutputs * part_bytes);
     }
-    packed += 16 / P::kStepValues * kBlock;
+    packed += 16 / P::kStepValues * P::kStepBytes;
   }
 }
 
 template <class P>
 static void pack_as(const void* weight, int64_t out_features, int64_t in_features, void* packed,
                     int threads) {
-  const int64_t words = steps_of<P>(in_features) * kBlock;
   const auto* source = (const typename P::Element*)weight;
   Lanes lanes((out_features + kBlock - 1) / kBlock, threads);
   parallel(threads, [&](int32_t thread) {
     lanes.run(thread, [&](int64_t block) {
       const int64_t n = block * kBlock;
       pack_block<P>(source + n * in_features, out_features - n, in_features,
-                    (int32_t*)packed + block * words);
+                    (char*)packed + block * block_bytes<P>(in_features));
     });
   });
 }
@@ -442,7 +467,16 @@ static void norm_linear(const quasar_linear* layer, const float* x, int64_t rows
 static void norm_gated(const quasar_linear* layer, const float* x, int64_t rows, const float* norm,
                        float eps, void* scratch, float* out, int32_t threads) {
   const Input input{x, norm, eps, rows, layer->in_features};
-  run_linear<Result::kGated>(layer, input, scratch, out, threads);
+  if (layer->gated == QUASAR_SILU)
+    run_linear<Result::kSilu>(layer, input, scratch, out, threads);
+  else
+    run_linear<Result::kGeluTanh>(layer, input, scratch, out, threads);
+}
+
+static void linear(const quasar_linear* layer, const float* a, int64_t rows, void* scratch,
+                   float* out, int32_t threads) {
+  const Input input{a, nullptr, 0.0f, rows, layer->in_features};
+  run_linear<Result::kStore>(layer, input, scratch, out, threads);
 }
 
 static void linear_add(const quasar_linear* layer, const float* a, int64_t rows, void* scratch,

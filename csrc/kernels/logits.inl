@@ -5,8 +5,8 @@
 // max returns its second operand when the first is NaN.
 //
 // Gumbel noise is -log(-log u) with u from Philox4x32-10 (Salmon et al., SC 2011), four tokens a
-// counter. 16 counters run side by side: lane (b, e) of register w holds word w of counter 4 e + b,
-// so that a 4 x 4 transpose within each 128-bit lane leaves the words of 64 tokens in order.
+// counter. 16 counters run side by side: lane (b, e) of vector w holds word w of counter 4 e + b,
+// so that a 4 x 4 transpose within each four lanes leaves the words of 64 tokens in order.
 // u <= 1 - 2^-24, so no token gains more than 16.64: 64 tokens whose logits all lie further below
 // the best score yet are passed over unhashed, which is exact, and is nearly all of a row.
 
@@ -24,31 +24,25 @@ inline Scored better(Scored a, Scored b) {
   return b.score > a.score || (b.score == a.score && b.id < a.id) ? b : a;
 }
 
-inline __m512 negative_infinity() { return _mm512_set1_ps(-__builtin_inff()); }
+inline F16 negative_infinity() { return splat(-__builtin_inff()); }
 
 // The largest of x[0..count-1] that is no NaN, or -infinity.
 inline float span_max(const float* x, int64_t count) {
-  __m512 most[4] = {negative_infinity(), negative_infinity(), negative_infinity(),
-                    negative_infinity()};
+  F16 most[4] = {negative_infinity(), negative_infinity(), negative_infinity(),
+                 negative_infinity()};
   int64_t i = 0;
   for (; i + 64 <= count; i += 64)
-    for (int k = 0; k < 4; ++k) most[k] = _mm512_max_ps(_mm512_loadu_ps(x + i + 16 * k), most[k]);
-  for (; i < count; i += 16) {
-    const __m512 tail =
-        _mm512_mask_loadu_ps(negative_infinity(), low_bits(count - i), x + i);
-    most[0] = _mm512_max_ps(tail, most[0]);
-  }
-  return _mm512_reduce_max_ps(
-      _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3])));
+    for (int k = 0; k < 4; ++k) most[k] = max(load(x + i + 16 * k), most[k]);
+  for (; i < count; i += 16)
+    most[0] = max(load(x + i, count - i, negative_infinity()), most[0]);
+  return reduce_max(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
 // First index of `value` in x[0..count-1], or -1.
 inline int64_t find(const float* x, int64_t count, float value) {
   for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 mask = low_bits(count - i);
-    const __m512 lanes16 = _mm512_maskz_loadu_ps(mask, x + i);
-    const __mmask16 hit =
-        _mm512_mask_cmp_ps_mask(mask, lanes16, _mm512_set1_ps(value), _CMP_EQ_OQ);
+    const Mask found = equal(load(x + i, count - i), splat(value));
+    const uint32_t hit = lane_bits(both(leading(count - i), found));
     if (hit) return i + __builtin_ctz(hit);
   }
   return -1;
@@ -144,10 +138,8 @@ void top_k(const float* logits, int64_t columns, int64_t k, void* scratch, float
   bool open = true;  // everything joins
   float threshold = 0.0f;
   for (int64_t i = 0; i < columns; i += 16) {
-    const __mmask16 mask = low_bits(columns - i);
-    const __m512 x = _mm512_maskz_loadu_ps(mask, logits + i);
-    uint32_t join = mask;
-    if (!open) join = _mm512_mask_cmp_ps_mask(mask, x, _mm512_set1_ps(threshold), _CMP_GT_OQ);
+    const F16 x = load(logits + i, columns - i, negative_infinity());
+    uint32_t join = lane_bits(open ? leading(columns - i) : greater(x, splat(threshold)));
     for (; join; join &= join - 1) {
       const uint32_t id = static_cast<uint32_t>(i) + __builtin_ctz(join);
       kept[count++] = {descending(logits[id]), id};
@@ -168,38 +160,24 @@ void top_k(const float* logits, int64_t columns, int64_t k, void* scratch, float
 // ln x for normal x > 0: x = 2^e m with m in [1/sqrt 2, sqrt 2), ln m = r - r^2/2 + r^3 q(r) with
 // r = m - 1 and q of degree 7 fitted for the least relative error (5.8e-9). Good to the last bits
 // around 1, where both logarithms of the Gumbel noise have to be.
-inline __m512 log_ps(__m512 x) {
-  const __m512i bits = _mm512_castps_si512(x);
-  const __m512i exponent =
-      _mm512_srai_epi32(_mm512_sub_epi32(bits, _mm512_set1_epi32(0x3f3504f3)), 23);
-  const __m512 mantissa =
-      _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_slli_epi32(exponent, 23)));
-  const __m512 e = _mm512_cvtepi32_ps(exponent);
-  const __m512 r = _mm512_sub_ps(mantissa, _mm512_set1_ps(1.0f));
-  __m512 q = _mm512_set1_ps(-0x1.38b57ap-4f);
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.055b6ap-3f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(-0x1.0d8542p-3f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.22da1ep-3f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(-0x1.547244p-3f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.99a008p-3f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(-0x1.000226p-2f));
-  q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(0x1.555554p-2f));
-  const __m512 square = _mm512_mul_ps(r, r);
-  __m512 tail = _mm512_mul_ps(_mm512_mul_ps(square, r), q);
-  tail = _mm512_fmadd_ps(e, _mm512_set1_ps(-0x1.05c610p-29f), tail);  // ln 2, low part
-  tail = _mm512_fnmadd_ps(_mm512_set1_ps(0.5f), square, tail);
-  return _mm512_fmadd_ps(e, _mm512_set1_ps(0x1.62e430p-1f), _mm512_add_ps(r, tail));
-}
-
-struct Product {
-  __m512i high, low;
-};
-inline Product multiply_words(__m512i a, uint32_t factor) {
-  const __m512i m = _mm512_set1_epi64(factor);
-  const __m512i even = _mm512_mul_epu32(a, m);
-  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), m);
-  return {_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd),
-          _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32))};
+inline F16 log_ps(F16 x) {
+  const I32 bits = as_int(x);
+  const I32 exponent = shift_signed<23>(bits - splat(0x3f3504f3));
+  const F16 r = as_float(bits - shift_left<23>(exponent)) - splat(1.0f);
+  const F16 e = to_float(exponent);
+  F16 q = splat(-0x1.38b57ap-4f);
+  q = fma(q, r, splat(0x1.055b6ap-3f));
+  q = fma(q, r, splat(-0x1.0d8542p-3f));
+  q = fma(q, r, splat(0x1.22da1ep-3f));
+  q = fma(q, r, splat(-0x1.547244p-3f));
+  q = fma(q, r, splat(0x1.99a008p-3f));
+  q = fma(q, r, splat(-0x1.000226p-2f));
+  q = fma(q, r, splat(0x1.555554p-2f));
+  const F16 square = r * r;
+  F16 tail = square * r * q;
+  tail = fma(e, splat(-0x1.05c610p-29f), tail);  // ln 2, low part
+  tail = fnma(splat(0.5f), square, tail);
+  return fma(e, splat(0x1.62e430p-1f), r + tail);
 }
 
 struct Noise {
@@ -208,37 +186,27 @@ struct Noise {
 };
 
 // Random words of 64 tokens from token `first` (a multiple of 64) on, in order.
-inline void random_words(const Noise& noise, int64_t first, __m512i* words) {
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m512i c0 = _mm512_add_epi32(order, _mm512_set1_epi32(static_cast<int32_t>(first / 4)));
-  __m512i c1 = _mm512_set1_epi32(static_cast<int32_t>(noise.position));
-  __m512i c2 = _mm512_set1_epi32(static_cast<int32_t>(noise.sample));
-  __m512i c3 = _mm512_setzero_si512();
+inline void random_words(const Noise& noise, int64_t first, I32* words) {
+  const auto all = [](uint32_t word) { return splat(static_cast<int32_t>(word)); };
+  const I32 order = shift_left<2>(indices() & splat(3)) + shift_right<2>(indices());
+  I32 c0 = order + all(static_cast<uint32_t>(first / 4)), c1 = all(noise.position);
+  I32 c2 = all(noise.sample), c3 = splat(0);
   uint32_t k0 = static_cast<uint32_t>(noise.seed), k1 = static_cast<uint32_t>(noise.seed >> 32);
   for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-    const Product p = multiply_words(c0, 0xD2511F53u), q = multiply_words(c2, 0xCD9E8D57u);
-    const __m512i key0 = _mm512_set1_epi32(static_cast<int32_t>(k0));
-    const __m512i key1 = _mm512_set1_epi32(static_cast<int32_t>(k1));
-    c0 = _mm512_ternarylogic_epi32(q.high, c1, key0, 0x96);  // three-way exclusive or
-    c2 = _mm512_ternarylogic_epi32(p.high, c3, key1, 0x96);
+    const WordProduct p = multiply_words(c0, 0xD2511F53u), q = multiply_words(c2, 0xCD9E8D57u);
+    c0 = exclusive_or(q.high, c1, all(k0));
+    c2 = exclusive_or(p.high, c3, all(k1));
     c1 = q.low;
     c3 = p.low;
   }
-  const __m512i a = _mm512_unpacklo_epi32(c0, c1), b = _mm512_unpackhi_epi32(c0, c1);
-  const __m512i c = _mm512_unpacklo_epi32(c2, c3), d = _mm512_unpackhi_epi32(c2, c3);
-  words[0] = _mm512_unpacklo_epi64(a, c);
-  words[1] = _mm512_unpackhi_epi64(a, c);
-  words[2] = _mm512_unpacklo_epi64(b, d);
-  words[3] = _mm512_unpackhi_epi64(b, d);
+  words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+  transpose4(words);
 }
 
 // u = (w >> 9 + 1/2) 2^-23 is exact in fp32.
-inline __m512 gumbel(__m512i words) {
-  const __m512 count = _mm512_cvtepi32_ps(_mm512_srli_epi32(words, 9));
-  const __m512 u = _mm512_mul_ps(_mm512_add_ps(count, _mm512_set1_ps(0.5f)),
-                                 _mm512_set1_ps(0x1p-23f));
-  const __m512 sign = _mm512_set1_ps(-0.0f);
-  return _mm512_xor_ps(log_ps(_mm512_xor_ps(log_ps(u), sign)), sign);
+inline F16 gumbel(I32 words) {
+  const F16 u = (to_float(shift_right<9>(words)) + splat(0.5f)) * splat(0x1p-23f);
+  return -log_ps(-log_ps(u));
 }
 
 // The search for the best noisy score in a row of logits.
@@ -249,51 +217,48 @@ struct GumbelSearch {
   Noise noise;
 
   // Scaled logits of 64 tokens; those that are not candidates are left out of `masks`.
-  inline float load(int64_t first, __m512* scaled, __mmask16* masks) const {
-    __m512 most = negative_infinity();
+  inline float scale(int64_t first, F16* scaled, Mask* masks) const {
+    F16 most = negative_infinity();
     for (int i = 0; i < 4; ++i) {
       const int64_t left = columns - first - 16 * i;
-      const __mmask16 inside = left > 0 ? low_bits(left) : __mmask16{0};
-      const __m512 x = _mm512_maskz_loadu_ps(inside, logits + first + 16 * i);
-      masks[i] = _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(threshold), _CMP_GE_OQ);
-      scaled[i] = _mm512_mul_ps(x, _mm512_set1_ps(inverse_temperature));
-      most = _mm512_mask_max_ps(most, masks[i], scaled[i], most);
+      const int64_t inside = left > 0 ? left : 0;
+      const F16 x = load(logits + first + 16 * i, inside);
+      masks[i] = both(leading(inside), at_least(x, splat(threshold)));
+      scaled[i] = x * splat(inverse_temperature);
+      most = select(masks[i], max(scaled[i], most), most);
     }
-    return _mm512_reduce_max_ps(most);
+    return reduce_max(most);
   }
 
   // The best of tokens begin..end-1; a group that cannot reach `floor` is passed over.
   Scored best(int64_t begin, int64_t end, float floor) const {
-    __m512 best_score = negative_infinity();
-    __m512i best_id = _mm512_set1_epi32(-1);
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    F16 best_score = negative_infinity();
+    I32 best_id = splat(-1);
     for (int64_t first = begin; first < end; first += 64) {
-      __m512 scaled[4];
-      __mmask16 masks[4];
-      const float most = load(first, scaled, masks);
+      F16 scaled[4];
+      Mask masks[4];
+      const float most = scale(first, scaled, masks);
       if (!(most + largest_gumbel >= floor)) continue;
-      __m512i words[4];
+      I32 words[4];
       random_words(noise, first, words);
       for (int i = 0; i < 4; ++i) {
-        const __m512 score = _mm512_add_ps(scaled[i], gumbel(words[i]));
-        const __m512i ids = _mm512_add_epi32(
-            lane, _mm512_set1_epi32(static_cast<int32_t>(first + 16 * i)));
-        const __mmask16 wins =
-            _mm512_mask_cmp_ps_mask(masks[i], score, best_score, _CMP_GT_OQ);
-        best_score = _mm512_mask_mov_ps(best_score, wins, score);
-        best_id = _mm512_mask_mov_epi32(best_id, wins, ids);
+        const F16 score = scaled[i] + gumbel(words[i]);
+        const I32 ids = indices() + splat(static_cast<int32_t>(first + 16 * i));
+        const Mask wins = both(masks[i], greater(score, best_score));
+        best_score = select(wins, score, best_score);
+        best_id = select(wins, ids, best_id);
       }
-      const float reached = _mm512_reduce_max_ps(best_score);
+      const float reached = reduce_max(best_score);
       if (reached > floor) floor = reached;
     }
     return pick(best_score, best_id);
   }
 
-  static Scored pick(__m512 scores, __m512i ids) {
-    alignas(64) float score[16];
-    alignas(64) int32_t id[16];
-    _mm512_store_ps(score, scores);
-    _mm512_store_si512(id, ids);
+  static Scored pick(F16 scores, I32 ids) {
+    float score[16];
+    int32_t id[16];
+    store(score, scores);
+    store(id, ids);
     Scored found{-__builtin_inff(), -1};
     for (int i = 0; i < 16; ++i)
       if (id[i] >= 0) found = found.id < 0 ? Scored{score[i], id[i]}

@@ -7,17 +7,18 @@ static double seconds_now() {
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// A plain sum over the bytes: four streams of loads, prefetch 4 KiB ahead into L2.
-static __m512i read_bytes(const char* data, size_t bytes) {
-  __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
+// All bytes, or-ed together: four streams of loads, prefetch 4 KiB ahead into L2.
+static I32 read_bytes(const char* data, size_t bytes) {
+  const auto line = [data](size_t i) { return load_pairs((const uint16_t*)(data + i)); };
+  I32 a = splat(0), b = a, c = a, d = a;
   for (size_t i = 0; i + 256 <= bytes; i += 256) {
-    for (int line = 0; line < 256; line += 64) _mm_prefetch(data + i + 4096 + line, _MM_HINT_T1);
-    a = _mm512_or_si512(a, _mm512_loadu_si512(data + i));
-    b = _mm512_or_si512(b, _mm512_loadu_si512(data + i + 64));
-    c = _mm512_or_si512(c, _mm512_loadu_si512(data + i + 128));
-    d = _mm512_or_si512(d, _mm512_loadu_si512(data + i + 192));
+    for (int ahead = 0; ahead < 256; ahead += 64) fetch(data + i + 4096 + ahead);
+    a = a | line(i);
+    b = b | line(i + 64);
+    c = c | line(i + 128);
+    d = d | line(i + 192);
   }
-  return _mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d));
+  return (a | b) | (c | d);
 }
 
 // 10^9 bytes a second. `bytes` should exceed the last cache several times; 256 MiB a
@@ -34,8 +35,8 @@ static double read_bandwidth(const void* data, size_t bytes, double seconds, int
     parallel(threads, [&](int32_t thread) {
       lanes.run(thread, [&](int64_t chunk) {
         const size_t from = (size_t)chunk * kChunk;
-        const __m512i seen = read_bytes(part + from, from + kChunk < slice ? kChunk : slice - from);
-        asm volatile("" ::"v"(seen));
+        const I32 seen = read_bytes(part + from, from + kChunk < slice ? kChunk : slice - from);
+        asm volatile("" ::"m"(seen));
       });
     });
     const double rate = 1e-9 * (double)slice / (seconds_now() - begin);
@@ -44,17 +45,21 @@ static double read_bandwidth(const void* data, size_t bytes, double seconds, int
   return best;
 }
 
-// `rounds` rounds of 24 independent sums in registers.
+constexpr int kPeakRows = kTileRows < 12 ? kTileRows : 12;
+
+// `rounds` steps of a tile whose sums, weights and values stay in registers.
 template <class P>
 static void multiply_registers(int64_t rounds) {
-  alignas(64) float sums[12 * kBlock];
-  const int32_t zeros[24] = {};
+  alignas(64) float sums[kPeakRows * kBlock];
+  alignas(64) const int32_t zeros[32] = {};
   const int32_t* values = zeros;
-  __m512i left = _mm512_setzero_si512(), right = left;
-  asm volatile("" : "+r"(values), "+v"(left), "+v"(right));  // unknown: no two products are one
-  Sums<P, 12> tile;
+  // What `values` points to is unknown: no two products are one, none is the last round's.
+  const auto forget = [&] { asm volatile("" : "+r"(values) : "m"(zeros)); };
+  forget();
+  const typename P::Weights weights = P::weights((const char*)values);
+  Sums<P, kPeakRows> tile;
   tile.begin(values);
-  for (int64_t i = 0; i < rounds; ++i) tile.add(left, right, values + 12);
+  for (int64_t i = 0; i < rounds; ++i, forget()) tile.add(weights, values);
   tile.store(sums);
   asm volatile("" ::"m"(sums));
 }
@@ -63,7 +68,8 @@ template <class P>
 static double multiply_rate_of(double seconds, int32_t threads) {
   constexpr int64_t kRounds = 1 << 13;  // a unit of work: some 50 us
   const int64_t units = 24 * threads;
-  const double multiplies = (double)kRounds * units * 24 * 16 * P::kStepValues;
+  const double multiplies = (double)kRounds * (double)units * kPeakRows *
+                            kTileOutputs * P::kStepValues;
   const double end = seconds_now() + seconds;
   double best = 0;
   while (best == 0 || seconds_now() < end) {

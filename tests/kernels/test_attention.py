@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,22 +18,55 @@ from tiers import TIERS_HERE, native
 from torch import Tensor
 
 from quasar.kernels.base import AttentionSpec, Backend, Buffer, RaggedBatch
-from quasar.kernels.reference import ReferenceBackend
+from quasar.kernels.reference import ReferenceBackend, rotate
 
-HEAD_DIMS = (2, 8, 16, 34, 64, 80, 96, 128, 160)
-SHAPES = ((9, 3, 64), (14, 2, 64), (4, 4, 80), (8, 1, 128), (3, 3, 8))
-"""(heads, kv_heads, head_dim)"""
+
+class Shape(NamedTuple):
+    """What an AttentionSpec is made of."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    unrotated: int = 0
+    norms: bool = False
+
+
+HEAD_DIMS = (2, 8, 16, 34, 64, 80, 96, 128, 160, 256)
+WINDOWS = (0, 1, 2, 7, 16, 33, 500)
+SHAPES = (
+    Shape(9, 3, 64),
+    Shape(14, 2, 64, window=37),
+    Shape(4, 4, 80, unrotated=48),
+    Shape(8, 1, 128, norms=True),
+    Shape(3, 3, 8, window=3),
+    Shape(4, 1, 256, window=20, norms=True),
+    Shape(4, 2, 96, window=1000),
+)
 
 pytestmark = pytest.mark.skipif(not TIERS_HERE, reason="no native tier runs here")
 tiers = pytest.mark.parametrize("tier", TIERS_HERE)
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 
 
-def make_spec(heads: int, kv_heads: int, head_dim: int, positions: int = 512) -> AttentionSpec:
-    inverse = 10000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+def make_spec(shape: Shape, positions: int = 512) -> AttentionSpec:
+    heads, kv_heads, head_dim, window, unrotated, norms = shape
+    rotated = head_dim - unrotated
+    inverse = 10000.0 ** (-torch.arange(0, rotated, 2).double() / max(rotated, 1))
     angles = torch.arange(positions)[:, None] * inverse
-    cos, sin = angles.cos().float(), angles.sin().float()
-    return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, cos, sin)
+    spec = AttentionSpec(
+        heads,
+        kv_heads,
+        head_dim,
+        head_dim**-0.5,
+        angles.cos().float(),
+        angles.sin().float(),
+        window,
+    )
+    if not norms:
+        return spec
+    q_norm, k_norm = torch.linspace(0.5, 2.0, 2 * head_dim).view(2, head_dim).flip(1)
+    return replace(spec, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-6)
 
 
 @dataclass
@@ -121,24 +155,31 @@ def in_chunks(
     kv_heads=st.integers(1, 4),
     group=st.integers(1, 7),
     head_dim=st.sampled_from(HEAD_DIMS),
+    window=st.sampled_from(WINDOWS),
+    unrotated=st.integers(0, 100),
+    norms=st.booleans(),
     steps=st.lists(
         st.tuples(st.integers(1, 40), st.integers(1, 9), st.booleans()), min_size=1, max_size=3
     ),
     threads=st.integers(1, 2),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=40)
+@settings(max_examples=60)
 def test_agrees_with_the_twin(
     tier: str,
     kv_heads: int,
     group: int,
     head_dim: int,
+    window: int,
+    unrotated: int,
+    norms: bool,
     steps: list[tuple[int, int, bool]],
     threads: int,
     seed: int,
 ) -> None:
     """Several passes of two sequences, one of them now and then a tree."""
-    spec = make_spec(kv_heads * group, kv_heads, head_dim)
+    unrotated = min(2 * unrotated, head_dim)
+    spec = make_spec(Shape(kv_heads * group, kv_heads, head_dim, window, unrotated, norms))
     backends = (native(tier, threads), ReferenceBackend())
     caches = [new_cache(backend, spec, 10) for backend in backends]
     contexts = [0, 0]
@@ -160,7 +201,7 @@ def test_agrees_with_the_twin(
 @tiers
 @pytest.mark.parametrize("rows", [*range(1, 41), 130])
 def test_any_number_of_rows_agrees_with_the_twin(tier: str, rows: int) -> None:
-    spec = make_spec(6, 2, 64)
+    spec = make_spec(Shape(6, 2, 64, window=rows % 4 * 15))
     qkv, table = random_rows(spec, 37 + rows, rows), [4, 0, 2, 5, 1, 3]
     ours = in_chunks(native(tier, 2), spec, qkv, [37, rows], table)
     twin = in_chunks(ReferenceBackend(), spec, qkv, [37, rows], table)
@@ -169,8 +210,8 @@ def test_any_number_of_rows_agrees_with_the_twin(tier: str, rows: int) -> None:
 
 @tiers
 @shapes
-def test_chunks_equal_the_whole(tier: str, shape: tuple[int, int, int]) -> None:
-    spec, backend = make_spec(*shape), native(tier, 2)
+def test_chunks_equal_the_whole(tier: str, shape: Shape) -> None:
+    spec, backend = make_spec(shape), native(tier, 2)
     qkv = random_rows(spec, 150, 1)
     whole = in_chunks(backend, spec, qkv, [150], list(range(5)))
     for sizes in ([1] * 150, [40, 1, 2, 64, 3, 17, 23], [149, 1]):
@@ -179,10 +220,8 @@ def test_chunks_equal_the_whole(tier: str, shape: tuple[int, int, int]) -> None:
 
 @tiers
 @shapes
-def test_a_sequence_alone_equals_itself_among_others(
-    tier: str, shape: tuple[int, int, int]
-) -> None:
-    spec, backend = make_spec(*shape), native(tier, 2)
+def test_a_sequence_alone_equals_itself_among_others(tier: str, shape: Shape) -> None:
+    spec, backend = make_spec(shape), native(tier, 2)
     sizes, tables = (70, 1, 13), ([6, 0, 3], [2], [5, 1])
     parts = [
         Part(0, random_rows(spec, size, size), table)
@@ -195,8 +234,8 @@ def test_a_sequence_alone_equals_itself_among_others(
 
 @tiers
 @shapes
-def test_neither_threads_nor_blocks_change_a_bit(tier: str, shape: tuple[int, int, int]) -> None:
-    spec = make_spec(*shape)
+def test_neither_threads_nor_blocks_change_a_bit(tier: str, shape: Shape) -> None:
+    spec = make_spec(shape)
     qkv = random_rows(spec, 109, 3)
     first = in_chunks(native(tier, 1), spec, qkv, [100, 1, 8], [0, 1, 2, 3])
     for threads in (1, 2, 3, 5):
@@ -209,11 +248,11 @@ def test_neither_threads_nor_blocks_change_a_bit(tier: str, shape: tuple[int, in
 @shapes
 @pytest.mark.parametrize("rows", [1, 2, 5, 40])
 def test_a_long_context_gives_equal_bits_however_it_is_shared(
-    tier: str, shape: tuple[int, int, int], rows: int
+    tier: str, shape: Shape, rows: int
 ) -> None:
     """Few rows and a long context are shared among threads by slots and by dimensions."""
     context, table = 3001, list(range(99, 0, -1))
-    spec = make_spec(*shape, positions=context + rows)
+    spec = make_spec(shape, positions=context + rows)
     qkv, outs = random_rows(spec, rows, 11), []
     for threads in (1, 2, 3, 8):
         backend = native(tier, threads)
@@ -230,10 +269,8 @@ def test_a_long_context_gives_equal_bits_however_it_is_shared(
 @tiers
 @shapes
 @pytest.mark.parametrize("nodes", [1, 6, 65])
-def test_a_tree_without_branches_is_the_chain(
-    tier: str, shape: tuple[int, int, int], nodes: int
-) -> None:
-    spec, backend = make_spec(*shape), native(tier, 2)
+def test_a_tree_without_branches_is_the_chain(tier: str, shape: Shape, nodes: int) -> None:
+    spec, backend = make_spec(shape), native(tier, 2)
     context, rows = random_rows(spec, 45, 4), random_rows(spec, nodes, 5)
     outs = []
     for parents in (None, list(range(-1, nodes - 1))):
@@ -256,10 +293,10 @@ def path_to(node: int, parents: list[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("context", [0, 31, 77])
 def test_a_path_of_a_tree_is_the_chain_of_its_tokens(
-    tier: str, shape: tuple[int, int, int], seed: int, context: int
+    tier: str, shape: Shape, seed: int, context: int
 ) -> None:
     """Also once the rest of the tree is dropped by `move` and decoding goes on."""
-    spec, backend, table = make_spec(*shape), native(tier, 2), [5, 2, 0, 3, 1]
+    spec, backend, table = make_spec(shape), native(tier, 2), [5, 2, 0, 3, 1]
     nodes = (9, 65, 30, 2)[seed]
     parents = random_tree(nodes, seed)
     path = path_to(nodes - 1, parents)
@@ -283,29 +320,66 @@ def test_a_path_of_a_tree_is_the_chain_of_its_tokens(
 
 
 @tiers
-def test_a_long_context_agrees_with_the_twin(tier: str) -> None:
+@pytest.mark.parametrize("window", [0, 1025])
+def test_a_long_context_agrees_with_the_twin(tier: str, window: int) -> None:
     """Longer than a block's scores, with large scores: the maximum must come first."""
-    spec = make_spec(4, 2, 64, positions=3000)
+    spec, table = make_spec(Shape(4, 2, 64, window), positions=3000), list(range(79))
     qkv = random_rows(spec, 2500, 9) * 4
-    ours = in_chunks(native(tier, 2), spec, qkv, [2490, 10], list(range(79)))
+    ours = in_chunks(native(tier, 2), spec, qkv, [2490, 10], table)
     twin = ReferenceBackend()
-    cache = new_cache(twin, spec, 79)
-    context = Part(0, qkv[:2490], list(range(79)))
-    batch = make_batch([context])
-    heads = spec.heads * spec.head_dim
+    cache, blocks = new_cache(twin, spec, 79), torch.tensor(table, dtype=torch.int32)
     for row in range(2490):  # only its K and V matter here
-        k, v = qkv[row, heads:].view(2, spec.kv_heads, spec.head_dim)
-        low, high = k.chunk(2, dim=-1)
-        cos, sin = spec.cos[row], spec.sin[row]
-        k = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-        twin._store(spec, cache, batch.block_tables[0], row, torch.stack((k, v)))
-    last = run(twin, spec, cache, [Part(2490, qkv[2490:], list(range(79)))])
+        k, v = qkv[row, spec.heads * spec.head_dim :].view(2, spec.kv_heads, spec.head_dim)
+        k = rotate(k, spec.cos[row], spec.sin[row])
+        twin._store(spec, cache, blocks, row, torch.stack((k, v)))
+    last = run(twin, spec, cache, [Part(2490, qkv[2490:], table)])
     torch.testing.assert_close(ours[2490:], last, rtol=0, atol=2e-4)
 
 
 @tiers
+def test_a_window_of_one_is_the_value(tier: str) -> None:
+    spec = make_spec(Shape(4, 2, 64, window=1))
+    qkv = random_rows(spec, 70, 12)
+    v = qkv.view(70, -1, 64)[:, -2:].bfloat16().float().repeat_interleave(2, dim=1)
+    outs = in_chunks(native(tier, 2), spec, qkv, [60, 1, 9], [0, 1])
+    assert torch.equal(outs, v.flatten(1))
+
+
+@tiers
+@shapes
+def test_a_window_that_holds_all_changes_no_bit(tier: str, shape: Shape) -> None:
+    qkv, table = random_rows(make_spec(shape), 109, 13), [0, 1]
+    outs = [
+        in_chunks(native(tier, 2), make_spec(shape._replace(window=window)), qkv, [100, 9], table)
+        for window in (0, 109, 2**31 - 1)
+    ]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@tiers
+@pytest.mark.parametrize("window", [1, 5, 64, 70])
+@pytest.mark.parametrize("parents", [None, random_tree(9, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_what_lies_before_the_window_is_not_read(
+    tier: str, window: int, parents: list[int] | None, threads: int
+) -> None:
+    """Blocks that lie before the windows of all rows may hold anything."""
+    context, table = 700, list(range(12))
+    spec = make_spec(Shape(6, 2, 64, window), positions=800)
+    backend = native(tier, threads)
+    cache = backend.new_cache(spec, 12)
+    cache.tensor.normal_(generator=torch.Generator().manual_seed(2))
+    part = Part(context, random_rows(spec, 9, 14), table, parents)
+    whole = run(backend, spec, cache, [part])
+    cache.tensor[: (context + 1 - window) // backend.block_size] = math.nan
+    assert torch.equal(run(backend, spec, cache, [part]), whole)
+    assert whole.isfinite().all()
+
+
+@tiers
 def test_bad_batches_are_refused(tier: str) -> None:
-    spec, backend = make_spec(2, 1, 8, positions=80), native(tier, 1)
+    spec, backend = make_spec(Shape(2, 1, 8), positions=80), native(tier, 1)
     cache = new_cache(backend, spec, 3)
     with pytest.raises(ValueError, match="rotary tables"):
         run(backend, spec, cache, [Part(79, random_rows(spec, 2, 0), [0, 1])])
@@ -320,9 +394,30 @@ def test_bad_batches_are_refused(tier: str) -> None:
         backend.bind(replace(chain, positions=chain.positions.long()))
 
 
-def test_odd_heads_are_refused() -> None:
-    backend = native(TIERS_HERE[0], 1)
-    for shape in ((2, 1, 7), (3, 2, 8)):
-        table = torch.zeros(4, shape[2] // 2)
-        with pytest.raises(ValueError, match="cannot be grouped or rotated"):
-            backend.new_cache(AttentionSpec(*shape, 1.0, table, table), 1)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 7}, "2 / 1 heads of 7 cannot be grouped or rotated"),
+        ({"head_dim": 1026}, "2 / 1 heads of 1026 cannot"),
+        ({"heads": 3, "kv_heads": 2}, "3 / 2 heads of 8 cannot"),
+        ({"kv_heads": 0}, "2 / 0 heads of 8 cannot"),
+        ({"window": -1}, "window must be .* not -1"),
+        ({"window": 2**31}, "window must be"),
+        ({"cos": torch.zeros(4, 5)}, "cos must be .*4, 4.* not .*4, 5"),
+        ({"cos": torch.zeros(4)}, "cos must be"),
+        ({"sin": torch.zeros(4, 3)}, "sin must be .*4, 4.* not .*4, 3"),
+        ({"sin": torch.zeros(4, 4).double()}, "sin must be torch.float32"),
+        ({"q_norm": torch.ones(8)}, "q_norm and k_norm must both be given"),
+        ({"k_norm": torch.ones(8)}, "q_norm and k_norm must both be given"),
+        ({"q_norm": torch.ones(8), "k_norm": torch.ones(4)}, "k_norm must be .*8.* not .*4"),
+        ({"q_norm": torch.ones(16)[::2], "k_norm": torch.ones(8)}, "q_norm must be contiguous"),
+        ({"norm_eps": -1e-6}, "norm_eps must be .* not -1e-06"),
+        ({"norm_eps": math.nan}, "norm_eps must be .* not nan"),
+    ],
+    ids=str,
+)
+def test_bad_specs_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    table = torch.zeros(4, 4)
+    spec = replace(AttentionSpec(2, 1, 8, 1.0, table, table), **changes)
+    with pytest.raises(ValueError, match=message):
+        native(TIERS_HERE[0], 1).new_cache(spec, 1)

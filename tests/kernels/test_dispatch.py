@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import platform
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,13 +13,20 @@ import torch
 from tiers import TIERS_HERE, native
 
 from quasar.errors import UsageError
-from quasar.kernels import cpu, select
+from quasar.kernels import TIERS, cpu, select
 from quasar.kernels.arena import Arena, huge_bytes
 from quasar.kernels.base import DenseWeight, Int8Weight
 
-AVX512_FLAGS = {
-    *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"),
+# What a tier needs beyond the one below it, in the words of /proc/cpuinfo.
+FLAGS = {
+    "scalar": set(),
+    "avx2": {"avx2", "fma"},
+    "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
+    "avx512": {"avx512_bf16"},
 }
+ROOT = Path(__file__).parents[2]
+
+native_module = pytest.mark.skipif(cpu._native is None, reason="the native module is not built")
 
 
 def cpu_flags() -> set[str]:
@@ -29,7 +39,7 @@ def cpu_flags() -> set[str]:
 
 def test_unknown_tier_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUASAR_ISA", "avx1024")
-    with pytest.raises(UsageError, match=r"avx1024.*avx512"):
+    with pytest.raises(UsageError, match=r"avx1024.*scalar, avx2, avx512vnni, avx512"):
         select(1)
 
 
@@ -48,17 +58,46 @@ def test_missing_module_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert declined == {"cpu": "the native module is not built (test)"}
 
 
-@pytest.mark.skipif(cpu._native is None, reason="the native module is not built")
-def test_the_best_tier_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+@native_module
+def test_the_best_tier_is_chosen_and_a_cap_lowers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUASAR_ISA", raising=False)
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("the native tiers are for x86-64")
-    backend, declined = select(2)
-    missing = AVX512_FLAGS - cpu_flags()
-    if not missing:
-        assert (backend.name, backend.isa, declined) == ("cpu", "avx512", {})
-    else:
-        assert backend.isa != "avx512"
+    best = "scalar"
+    if platform.machine() in ("x86_64", "AMD64"):
+        flags = cpu_flags()
+        for tier, needed in FLAGS.items():
+            if not needed <= flags:
+                break
+            best = tier
+    for cap in TIERS[1:]:
+        expected = min(cap, best, key=TIERS.index)
+        monkeypatch.setenv("QUASAR_ISA", cap)
+        backend, declined = select(2)
+        assert (backend.name, backend.isa, declined) == ("cpu", expected, {})
+
+
+def symbols(*arguments: object) -> set[str]:
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm is not installed")
+    listed = subprocess.run([nm, *map(str, arguments)], capture_output=True, text=True, check=True)
+    return {line.split()[-1] for line in listed.stdout.splitlines()}
+
+
+def test_a_tier_gives_the_linker_its_table_only() -> None:
+    """A weak function of a tier might replace another file's and run where it must not."""
+    objects = sorted(ROOT.glob("build/**/tier_*.cpp.o"))
+    if not objects:
+        pytest.skip("no build folder with the tiers' object files")
+    for file in objects:
+        tier = file.name.removeprefix("tier_").removesuffix(".cpp.o")
+        assert symbols("--extern-only", "--defined-only", file) == {f"quasar_tier_{tier}"}, file
+
+
+@native_module
+def test_the_module_exports_nothing_of_a_tier() -> None:
+    exported = symbols("-D", "--defined-only", cpu._native.__file__)
+    assert "PyInit__native" in exported
+    assert not [name for name in exported if re.search("quasar|tier", name)]
 
 
 @pytest.mark.skipif(not TIERS_HERE, reason="no native tier runs here")

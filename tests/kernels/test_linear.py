@@ -5,17 +5,19 @@ The twin's INT8 product (torch._int_mm) reads no input of width 1, so widths sta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import TIERS_HERE, native
 from torch import Tensor
 
 from quasar.kernels.base import Backend, Buffer, DenseWeight, Int8Weight, LinearWeight
-from quasar.kernels.reference import ReferenceBackend, quantize_rows
+from quasar.kernels.reference import ReferenceBackend, quantize_rows, rms_norm
 
 EPS = 1e-5
 PRECISIONS = ("w8a8", "bf16")
@@ -153,6 +155,47 @@ def test_extreme_codes_do_not_overflow(tier: str) -> None:
 
 
 @tiers
+@pytest.mark.parametrize("shape", [(1, 2), (33, 31), (150, 401), (64, 4864)], ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 7, 33])
+def test_int8_sums_are_the_integers(tier: str, rows: int, shape: tuple[int, int]) -> None:
+    """With scales of 1 an output is its sum, so every tier gives the same one."""
+    n, k = shape
+    g = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
+    codes[0] = -128
+    x = torch.randint(-127, 128, (rows, k), generator=g).float()
+    x[:, 0] = 127.0  # the largest: the row's scale becomes 1
+    x[0] = 127.0
+    backend, out = native(tier, 2), Buffer.empty(rows, n)
+    backend.linear(rows, Buffer.of(x), backend.pack(Int8Weight(codes, torch.ones(n))), out)
+    assert torch.equal(out.tensor.long(), x.long() @ codes.long().t())
+
+
+@tiers
+@precisions
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_a_plain_store_is_a_sum_with_nothing(tier: str, precision: str, rows: int) -> None:
+    case, backend = Case.make(precision, rows, 75, 210), native(tier, 2)
+    packed, x = backend.pack(case.first), Buffer.of(case.x)
+    stored, added = Buffer.empty(rows, 75), Buffer.of(torch.zeros(rows, 75))
+    backend.linear(rows, x, packed, stored)
+    backend.linear_add(rows, x, packed, added)
+    assert torch.equal(stored.tensor, added.tensor)
+
+
+@tiers
+@pytest.mark.parametrize("columns", [1, 16, 576, 901])
+@pytest.mark.parametrize("rows", [1, 2, 37])
+def test_a_norm_is_added(tier: str, rows: int, columns: int) -> None:
+    g = torch.Generator().manual_seed(columns)
+    y, x = torch.randn(2, rows, columns, generator=g) * 3
+    norm = torch.randn(1, columns, generator=g)
+    found = Buffer.of(x.clone())
+    native(tier, 2).norm_add(rows, Buffer.of(y), Buffer.of(norm), EPS, found)
+    assert torch.equal(found.tensor, x + rms_norm(y, norm, EPS))
+
+
+@tiers
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-38, 3e38], ids=str)
 def test_extreme_inputs_quantise_as_the_twin_does(tier: str, value: float) -> None:
     """A row of zeros, of denormals, of the largest numbers."""
@@ -174,15 +217,29 @@ def test_a_nan_stays_visible(tier: str, precision: str) -> None:
         assert not value[clean].isnan().any(), name
 
 
+def gelu_tanh(gates: Tensor) -> Tensor:
+    """(1 + tanh(u)) / 2 = sigmoid(2 u), which does not cancel far below zero."""
+    return gates * torch.sigmoid((8 / torch.pi) ** 0.5 * (gates + 0.044715 * gates**3))
+
+
+def test_gelu_tanh_is_that_of_torch() -> None:
+    gates = torch.linspace(-6, 6, 999, dtype=torch.float64)
+    assert torch.allclose(gelu_tanh(gates), F.gelu(gates, approximate="tanh"), 1e-12, 1e-15)
+
+
 @tiers
-def test_gates_of_any_size(tier: str) -> None:
-    """silu is exact zero or the gate itself far out, and never NaN or infinite."""
-    gates = torch.tensor([-1e30, -200.0, -89.0, -88.0, -87.0, -20.0, -1e-30, 0.0, 1.0, 88.0, 1e30])
+@pytest.mark.parametrize(("name", "activation"), [("silu", F.silu), ("gelu_tanh", gelu_tanh)])
+def test_gates_of_any_size(tier: str, name: str, activation: Callable[..., Tensor]) -> None:
+    """An activation is exact zero or the gate itself far out, and never NaN or infinite."""
+    far = torch.tensor([-1e30, -200.0, -89.0, -88.0, -87.0, -20.0, -1e-30, 0.0, 88.0, 1e30])
+    gates = torch.cat((far, torch.linspace(-12, 12, 481)))
     n = gates.numel()
     zeros = torch.zeros(n, 16, dtype=torch.bfloat16)
     gate, up = DenseWeight(zeros, gates), DenseWeight(zeros, torch.full((n,), 3.0))
     backend, out = native(tier, 1), Buffer.empty(1, n)
     row = Buffer.of(torch.ones(1, 16))
-    backend.norm_gated(1, row, row, EPS, backend.pack_gated(gate, up), out)
-    expected = 3 * torch.nn.functional.silu(gates.double())
-    assert torch.allclose(out.tensor[0].double(), expected, rtol=1e-6, atol=1e-35)
+    backend.norm_gated(1, row, row, EPS, backend.pack_gated(gate, up, name), out)
+    expected = 3 * activation(gates.double())
+    # e^-z is as wrong as z, whose rounding grows with it.
+    tolerance = 1e-6 + (gates.double() < -1) * 1e-5
+    assert ((out.tensor[0] - expected).abs() <= tolerance * expected.abs() + 1e-35).all()

@@ -11,7 +11,7 @@ from quasar.errors import UsageError
 if TYPE_CHECKING:
     from quasar.kernels.base import Backend
 
-TIERS = ("reference", "scalar", "avx2", "avx512")
+TIERS = ("reference", "scalar", "avx2", "avx512vnni", "avx512")
 """Instruction sets in rising order. QUASAR_ISA lowers the tier, it never raises it."""
 
 PREFERENCE = ("cpu", "reference")

@@ -59,6 +59,25 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
         raise ValueError(f"{name} must be contiguous")
 
 
+def _check_attention(spec: AttentionSpec) -> None:
+    heads, kv_heads, head_dim = spec.heads, spec.kv_heads, spec.head_dim
+    if kv_heads < 1 or heads < 1 or heads % kv_heads or head_dim % 2 or not 2 <= head_dim <= 1024:
+        shape = f"{heads} / {kv_heads} heads of {head_dim}"
+        raise ValueError(f"attention of {shape} cannot be grouped or rotated")
+    if not 0 <= spec.window < 2**31:
+        raise ValueError(f"window must be 0 or a number of positions, not {spec.window}")
+    table = (*spec.cos.shape[:1], min(spec.cos.shape[-1], head_dim // 2))
+    _check("cos", spec.cos, torch.float32, table)
+    _check("sin", spec.sin, torch.float32, table)
+    if (spec.q_norm is None) != (spec.k_norm is None):
+        raise ValueError("q_norm and k_norm must both be given, or neither")
+    for name, norm in (("q_norm", spec.q_norm), ("k_norm", spec.k_norm)):
+        if norm is not None:
+            _check(name, norm, torch.float32, (head_dim,))
+    if not 0 <= spec.norm_eps < math.inf:
+        raise ValueError(f"norm_eps must be a number of at least 0, not {spec.norm_eps}")
+
+
 def _rows_of(weight: LinearWeight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
     """Precision, rows [out, in], scale and bias [out] fp32 or None, all of them checked."""
     if isinstance(weight, DenseWeight):
@@ -114,14 +133,18 @@ class CpuBackend:
         self._attention: dict[int, tuple[Any, AttentionSpec]] = {}
         self._norm_linear = self._kernels.norm_linear
         self._norm_gated = self._kernels.norm_gated
+        self._linear = self._kernels.linear
         self._linear_add = self._kernels.linear_add
+        self._norm_add = self._kernels.norm_add
         self._attend = self._kernels.attend
 
     def pack(self, weight: LinearWeight) -> PackedLinear:
         precision, rows, scale, bias = _rows_of(weight)
-        return self._packed(precision, rows, scale, bias, rows.shape[0], gated=False)
+        return self._packed(precision, rows, scale, bias, rows.shape[0], gated=0)
 
-    def pack_gated(self, gate: LinearWeight, up: LinearWeight) -> PackedLinear:
+    def pack_gated(
+        self, gate: LinearWeight, up: LinearWeight, activation: str = "silu"
+    ) -> PackedLinear:
         precision, gate_rows, gate_scale, gate_bias = _rows_of(gate)
         other, up_rows, up_scale, up_bias = _rows_of(up)
         if other != precision or up_rows.shape != gate_rows.shape:
@@ -129,7 +152,8 @@ class CpuBackend:
         size = gate_rows.shape[0]
         rows = _interleave(gate_rows, up_rows)
         scale, bias = _pair(gate_scale, up_scale, size), _pair(gate_bias, up_bias, size)
-        return self._packed(precision, rows, scale, bias, 2 * size, gated=True)
+        gated = _native.ACTIVATIONS[activation]
+        return self._packed(precision, rows, scale, bias, 2 * size, gated)
 
     def _packed(
         self,
@@ -138,7 +162,7 @@ class CpuBackend:
         scale: Tensor | None,
         bias: Tensor | None,
         out_features: int,
-        gated: bool,
+        gated: int,
     ) -> CpuLinear:
         """`out_features` may be less than the number of (padded, interleaved) rows."""
         out, columns = rows.shape
@@ -154,7 +178,7 @@ class CpuBackend:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         return CpuLinear(name, out_features, columns, nbytes, handle, tensors)
 
-    # The linears of these three come from `pack`: that is not asked again at every call.
+    # The linears of these four come from `pack`: that is not asked again at every call.
 
     def norm_linear(
         self, rows: int, x: Buffer, norm: Buffer, eps: float, linear: Any, out: Buffer
@@ -166,23 +190,28 @@ class CpuBackend:
     ) -> None:
         self._norm_gated(linear.handle, rows, x.pointer, norm.pointer, eps, out.pointer)
 
+    def linear(self, rows: int, a: Buffer, linear: Any, out: Buffer) -> None:
+        self._linear(linear.handle, rows, a.pointer, out.pointer)
+
     def linear_add(self, rows: int, a: Buffer, linear: Any, x: Buffer) -> None:
         self._linear_add(linear.handle, rows, a.pointer, x.pointer)
+
+    def norm_add(self, rows: int, y: Buffer, norm: Buffer, eps: float, x: Buffer) -> None:
+        columns = norm.tensor.shape[1]
+        self._norm_add(rows, columns, y.pointer, norm.pointer, eps, x.pointer)
 
     def _attention_of(self, spec: AttentionSpec) -> Any:
         """The native handle of a spec, made once; the spec is kept so that its id stays its own."""
         known = self._attention.get(id(spec))
         if known is not None:
             return known[0]
-        if spec.head_dim % 2 or not 2 <= spec.head_dim <= 1024 or spec.heads % spec.kv_heads:
-            shape = f"{spec.heads} / {spec.kv_heads} heads of {spec.head_dim}"
-            raise ValueError(f"attention of {shape} cannot be grouped or rotated")
-        table = (spec.cos.shape[0], spec.head_dim // 2)
-        _check("cos", spec.cos, torch.float32, table)
-        _check("sin", spec.sin, torch.float32, table)
-        sizes = (spec.heads, spec.kv_heads, spec.head_dim, self.block_size)
-        tables = (spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[0])
-        handle = _native.Attention(*sizes, spec.scale, *tables)
+        _check_attention(spec)
+        norms = (0 if norm is None else norm.data_ptr() for norm in (spec.q_norm, spec.k_norm))
+        handle = _native.Attention(
+            *(spec.heads, spec.kv_heads, spec.head_dim, self.block_size),
+            *(2 * spec.cos.shape[1], spec.window, spec.scale, spec.norm_eps),
+            *(spec.cos.data_ptr(), spec.sin.data_ptr(), *norms, spec.cos.shape[0]),
+        )
         self._attention[id(spec)] = (handle, spec)
         return handle
 
