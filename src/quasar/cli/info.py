@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from quasar.loading import Model
 
-    content = describe(Model.open(args.model))
+    content = describe(Model.open(args.model, args.revision, args.offline))
     print(json_text(content) if args.json else page(content))
     return 0
 
@@ -82,7 +82,7 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def source(report: Path) -> dict[str, str] | None:
     """Name and checksum of the model that a folder was quantised from, if its report card says."""
-    from quasar.checkpoints.hf import read_json
+    from quasar.files import read_json
 
     if not report.exists():
         return None
