@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from quasar.errors import CheckpointError
 
-SPARE_BYTES = 64 << 20
+SPARE_BYTES = 128 << 20
 """What is made of a file takes at most twice its size and this, whatever the file says."""
 _VALUE_BYTES = 80
 """Of a JSON value as a Python object, its place in a container included."""
