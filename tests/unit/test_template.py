@@ -85,9 +85,9 @@ def test_the_process_is_kept_and_replaced_after_a_stop() -> None:
     source = "{% if slow %}" + HOSTILE["nested loops"] + "{% endif %}{{ text }}"
     template = ChatTemplate(source)
     assert template.render({"slow": False, "text": "one"}) == "one"
-    child = template._child
+    child = template._process._child
     assert template.render({"slow": False, "text": "two"}) == "two"
-    assert template._child is child
+    assert template._process._child is child
     with pytest.raises(CheckpointError):
         template.render({"slow": True, "text": "three"})
     assert template.render({"slow": False, "text": "four\u2028\n"}) == "four\u2028\n"

@@ -162,7 +162,7 @@ def test_a_regular_expression_that_panics_is_one_error(tmp_path: Path) -> None:
     layout["pre_tokenizer"] = split | {"invert": False}
     tiny_files.write_json(folder / "tokenizer.json", layout)
     tokenizer = load_tokenizer(open_checkpoint(folder))
-    with pytest.raises(CheckpointError, match="tokenizer fails on this text"):
+    with pytest.raises(CheckpointError, match=r"the tokenizer failed: .*retry-limit"):
         tokenizer.encode("x" * 60, add_special_tokens=False)
 
 

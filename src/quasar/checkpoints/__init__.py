@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from quasar.checkpoints.base import Checkpoint, check_tensors
+from quasar.checkpoints.hf import PICKLES, SafetensorsCheckpoint, missing_weights
 from quasar.errors import CheckpointError
-from quasar.files import open_regular
+from quasar.files import open_regular, read_json
 
 __all__ = ["Checkpoint", "check_tensors", "open_checkpoint"]
 
@@ -27,7 +28,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         from quasar.checkpoints.gguf import GgufCheckpoint
 
         return GgufCheckpoint(path)
-    if path.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
+    if path.suffix in PICKLES:
         raise CheckpointError(
             f"{path} is a pickle file, which could run code when read; "
             "convert the model to safetensors first"
@@ -38,8 +39,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open_folder(path: Path) -> Checkpoint:
     from quasar.checkpoints.compressed import CompressedCheckpoint
-    from quasar.checkpoints.hf import SafetensorsCheckpoint, read_json
 
+    if not (path / "config.json").exists():
+        names = sorted(file.name for file in path.iterdir())
+        raise CheckpointError(f"{path} has no config.json and {missing_weights(names)}")
     config = read_json(path / "config.json")
     if config.get("quantization_config") is not None:
         return CompressedCheckpoint(path, config)

@@ -20,12 +20,13 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quasar.checkpoints.mapping import MappedFile
 from quasar.errors import CheckpointError
+from quasar.files import SPARE_BYTES
 
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
 _MAX_ELEMENTS = 1 << 40
-_MAX_COUNT = 1 << 22
-"""Entries of one list: the longest real ones, merges, have 0.6 million. Bounds Python's objects."""
+_NUMBER, _TEXT, _TENSOR = 40, 64, 400
+"""Bytes of a list's number, of an empty text and of a tensor's entry as Python objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.map = MappedFile(path)
         self._position = 0
+        self._room = 2 * self.map.size + SPARE_BYTES
+        """Bytes that may yet be made of the metadata."""
         try:
             self.metadata, self.tensors = self._parse()
         except UnicodeDecodeError as error:
@@ -54,8 +57,8 @@ class GgufFile:
         magic, version, tensor_count, entry_count = self._take("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise self._malformed(f"version {version} is not supported (2 and 3 are)")
-        self._expect(entry_count, 13, "metadata entries")
-        self._expect(tensor_count, 32, "tensors")
+        self._expect(entry_count, 13, _TENSOR, "metadata entries")
+        self._expect(tensor_count, 32, _TENSOR, "tensors")
         metadata: dict[str, Any] = {}
         for _ in range(entry_count):
             key = self._string()
@@ -76,10 +79,10 @@ class GgufFile:
             return self._take(self._format(kind, key))[0]
         kind, count = self._take("IQ")
         if kind == _STRING:
-            self._expect(count, 8, f"strings of {key!r}")
+            self._expect(count, 8, _TEXT, f"strings of {key!r}")
             return self._strings(count)
         code = self._format(kind, key)
-        self._expect(count, struct.calcsize(code), f"elements of {key!r}")
+        self._expect(count, struct.calcsize(code), _NUMBER, f"elements of {key!r}")
         values = np.frombuffer(self._bytes(count * struct.calcsize(code)), np.dtype("<" + code))
         return values.tolist()
 
@@ -130,14 +133,17 @@ class GgufFile:
         return _SCALARS[kind]
 
     def _string(self) -> str:
-        return self._bytes(self._take("Q")[0]).decode()
+        return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        """As `_string`, `count` times: vocabularies are most of the reading time."""
+        """Vocabularies are most of the reading time."""
         read, position, result = self.map.read, self._position, []
         for _ in range(count):
             length = int.from_bytes(read(position, 8), "little")
-            result.append(read(position + 8, length).decode())
+            data = read(position + 8, length)
+            if not data.isascii():  # one rare character makes each of the text take four bytes
+                self._spend(4 * length)
+            result.append(data.decode())
             position += 8 + length
         self._position = position
         return result
@@ -150,10 +156,17 @@ class GgufFile:
         self._position += length
         return data
 
-    def _expect(self, count: int, size: int, what: str) -> None:
+    def _expect(self, count: int, size: int, made: int, what: str) -> None:
+        """`count` things of `size` bytes in the file and `made` in memory, at least."""
         left = self.map.size - self._position
-        if count * size > left or count > _MAX_COUNT:
+        if count * size > left:
             raise self._malformed(f"{count} {what} cannot fit in the {left} bytes left")
+        self._spend(count * made)
+
+    def _spend(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise self._malformed("its metadata would take more memory than twice the file")
 
     def _malformed(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.map.path} is truncated or malformed: {why}")

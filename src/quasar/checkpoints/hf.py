@@ -8,7 +8,6 @@ given back and because each refusal names the tensor.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +20,24 @@ from torch import Tensor
 from quasar.checkpoints.base import Checkpoint, to_bfloat16
 from quasar.checkpoints.mapping import MappedFile
 from quasar.errors import CheckpointError
-from quasar.files import read_regular
+from quasar.files import parse_object, read_json
 
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TEXTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "quantization_report.json",
+)
+"""What is read of a folder besides its weights."""
+PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
+"""Suffixes of files that could run code when read."""
 _MAX_HEADER = 16 << 20
 """150,000 tensors; the largest dense models have about 1,200."""
-_MAX_JSON = 64 << 20
 _MAX_RANK, _MAX_SIZE = 8, 1 << 40
 """Of a shape. Products of longer numbers could take for ever, and Python refuses to print them."""
 DTYPES = {
@@ -61,28 +72,6 @@ class Entry:
         if data.data_ptr() % self.dtype.itemsize:
             data = data.clone()
         return data.view(self.dtype).view(self.shape)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size."""
-    return parse_object(read_regular(path, _MAX_JSON), str(path))
-
-
-def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is not a JSON object")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key appears twice in one object")
-    return result
 
 
 def read_header(file: MappedFile) -> dict[str, Entry]:
@@ -174,20 +163,15 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def _read_folder(path: Path) -> dict[str, Entry]:
-    single, index = path / "model.safetensors", path / INDEX
+    single, index = path / WEIGHTS, path / INDEX
     if single.exists():
         return read_header(MappedFile(single))
     if not index.exists():
-        raise CheckpointError(f"{path} {_missing(path)}")
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-        raise CheckpointError(f"{index}: weight_map is missing or malformed")
+        names = sorted(file.name for file in path.iterdir())
+        raise CheckpointError(f"{path} {missing_weights(names)}")
     entries: dict[str, Entry] = {}
-    for shard in sorted(set(shards.values())):
-        if Path(shard).name != shard or shard in (".", ".."):
-            raise CheckpointError(f"{index}: shard {shard!r} is not the name of a file beside it")
+    for shard, listed in read_shards(index).items():
         found = read_header(MappedFile(path / shard))
-        listed = {name for name, place in shards.items() if place == shard}
         if listed != found.keys():
             name = min(listed ^ found.keys())
             verb = "lacks" if name in listed else "also holds"
@@ -196,15 +180,28 @@ def _read_folder(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _missing(path: Path) -> str:
-    """What to say of a folder without weights that we can read."""
-    pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in {".bin", ".pt", ".pth"}]
-    if pickles:
-        return (
-            f"holds its weights in {pickles[0]}, a pickle file that could run code when read; "
-            "convert the model to safetensors first"
-        )
-    ggufs = [p.name for p in sorted(path.iterdir()) if p.suffix == ".gguf"]
-    if ggufs:
-        return f"is not a Hugging Face model folder; give the file itself: {path / ggufs[0]}"
-    return f"has neither model.safetensors nor {INDEX}"
+def read_shards(index: Path) -> dict[str, set[str]]:
+    """The names of the tensors of each shard; shards are files beside the index."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(s, str) for s in places.values()):
+        raise CheckpointError(f"{index}: weight_map is missing or malformed")
+    shards: dict[str, set[str]] = {}
+    for name, shard in sorted(places.items(), key=lambda item: item[1]):
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: shard {shard!r} is not a safetensors file beside it")
+        shards.setdefault(shard, set()).add(name)
+    return shards
+
+
+def missing_weights(names: Sequence[str]) -> str:
+    """What to say of a folder or repository of these files, none of which holds weights we read."""
+    for name in names:
+        if Path(name).suffix in PICKLES:
+            return (
+                f"holds its weights in {name}, a pickle file that could run code when read; "
+                "convert the model to safetensors first"
+            )
+    for name in names:
+        if name.endswith(".gguf"):
+            return f"is not a Hugging Face model folder; give the file itself: {name}"
+    return f"has neither {WEIGHTS} nor {INDEX}"

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     check_precision(args.head, "--head")
     _check_outputs(args)
     prompts = round_robin(read_prompts(args.data), args.limit)
-    model = Model.open(args.model)
+    model = Model.open(args.model, args.revision, args.offline)
     for configuration in configurations:
         check_held(model, configuration.verifier)
     tasks = encode(model, prompts, use_raw(model, args.raw))

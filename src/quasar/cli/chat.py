@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_precision(args.verifier, "--verifier")
     check_precision(args.head, "--head")
-    model = Model.open(args.model)
+    model = Model.open(args.model, args.revision, args.offline)
     check_held(model, args.verifier)
     if not model.tokenizer.has_chat_template:
         raise UsageError(f"{model.name} has no chat template: use `quasar generate --raw`")

@@ -19,14 +19,16 @@ SUMMARY = "check the installation; with a model, time its passes against the mac
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model to time")
+    options.add_hub(parser)
     options.add_head(parser)
     options.add_machine(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.head is not None and args.model is None:
-        raise UsageError("--head is for timing a model: give MODEL")
+    for option in ("head", "revision", "offline"):
+        if args.model is None and getattr(args, option):
+            raise UsageError(f"--{option} is for timing a model: give MODEL")
 
     from quasar.cli.parts.models import check_precision
     from quasar.loading import make_backend
@@ -72,7 +74,7 @@ def time_model(args: argparse.Namespace, backend: Backend) -> Measurement:
     from quasar.cli.parts.models import load_verifier
     from quasar.loading import Model
 
-    model = Model.open(args.model)
+    model = Model.open(args.model, args.revision, args.offline)
     verifiers = {name: load_verifier(model, name, backend, args.head) for name in model.precisions}
     tokens = text_tokens(model.tokenizer, max(CONTEXTS))
     with terminal.progress_bar() as progress:

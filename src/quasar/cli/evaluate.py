@@ -51,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PRECISION",
         help="precision of the candidates' output layer (default: each verifier's own)",
     )
+    options.add_hub(parser)
     options.add_machine(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -58,6 +59,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     names = [args.reference, *args.candidates]
     parts = [split_name(name) for name in names]
+    if args.revision is not None and len({path for path, _ in parts}) > 1:
+        raise UsageError("--revision cannot say which MODEL it is of: write owner/name@revision")
 
     from quasar.cli.parts.models import check_held, check_precision, load_verifier
     from quasar.loading import Model, make_backend
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     for _, precision in parts:
         check_precision(precision, "verifier")
     check_precision(args.head, "--head")
-    models = {path: Model.open(path) for path, _ in parts}
+    models = {path: Model.open(path, args.revision, args.offline) for path, _ in parts}
     model = models[parts[0][0]]
     for other in models.values():
         check_vocabulary(model, other)

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_precision(args.verifier, "--verifier")
     check_precision(args.head, "--head")
-    model = Model.open(args.model)
+    model = Model.open(args.model, args.revision, args.offline)
     check_held(model, args.verifier)
     prompt = encode_prompt(model, text, use_raw(model, args.raw))
     check_length(model, len(prompt))

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from quasar.loading import Model, thread_count
 
     threads = thread_count(args.threads)
-    model = Model.open(args.model)
+    model = Model.open(args.model, args.revision, args.offline)
     context = min(args.context, model.config.context_length)
     content = describe(model, context, threads)
     print(json_text(content) if args.json else page(content))
@@ -117,7 +117,7 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def source(report: Path) -> dict[str, str] | None:
     """Name and checksum of the model that a folder was quantised from, if its report card says."""
-    from quasar.checkpoints.hf import read_json
+    from quasar.files import read_json
 
     if not report.exists():
         return None

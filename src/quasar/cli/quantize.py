@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     file = None if args.calib == BUILTIN else Path(args.calib)
     recipe = QuantizeOptions(args.scheme, args.smooth, file)
     with terminal.progress_bar() as progress:
-        report = quantize(open_model(args.model), args.out, recipe, progress)
+        checkpoint = open_model(args.model, args.revision, args.offline)
+        report = quantize(checkpoint, args.out, recipe, progress)
     print(page(report))
     return 0
 

@@ -10,6 +10,7 @@ any text; here the file's own token types count, as they do in the model's token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -17,36 +18,14 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from quasar.errors import CheckpointError, QuasarError
+from quasar.errors import CheckpointError
+from quasar.text.panics import contained
+from quasar.text.patterns import BY_NAME
 
+_LONGEST_PIECE = 1024
+"""Characters. All cuts of a piece are tried, so its time grows with the square of its length."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
-_CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-
-
-def _modern(digits: str) -> str:
-    """Contractions, words with one leading mark, digits, marks with line ends, white space."""
-    return (
-        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))*((?=[\p{L}])([^A-Z]))+"
-    r"|[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))+((?=[\p{L}])([^A-Z]))*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_PATTERNS: dict[str, tuple[str, ...]] = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    "qwen2": (_modern(r"\p{N}"),),
-    "llama-bpe": (_modern(r"\p{N}{1,3}"),),
-    "smaug-bpe": (_modern(r"\p{N}{1,3}"),),
-    "tekken": (_TEKKEN,),
-}
 _SAME_AS = {
     "dbrx": "smaug-bpe",
     "deepseek-r1-qwen": "qwen2",
@@ -145,6 +124,11 @@ class Vocabulary:
     def implied_merges(self) -> list[tuple[str, str]]:
         """All splits of each piece into two pieces, by falling score of the whole."""
         scores = self._numbers("scores", 0.0)
+        if not all(map(math.isfinite, scores)):
+            raise CheckpointError(f"{self.where}: tokenizer.ggml.scores holds NaN or infinities")
+        longest = max(self.tokens, key=len)
+        if len(longest) > _LONGEST_PIECE:
+            raise CheckpointError(f"{self.where}: piece {longest!r} is too long")
         splits: dict[str, list[int]] = {}
         for token in self.tokens:
             cuts = (c for c in range(1, len(token)) if token[:c] in self.ids)
@@ -175,8 +159,8 @@ class Vocabulary:
     def _pre(self) -> str:
         pre = self.get("pre", str, "default")
         pre = _SAME_AS.get(pre, pre)
-        if pre not in _PATTERNS:
-            known = ", ".join(sorted(_PATTERNS | _SAME_AS))
+        if pre not in BY_NAME:
+            known = ", ".join(sorted(BY_NAME | _SAME_AS))
             raise CheckpointError(
                 f"{self.where}: pre-tokeniser {pre!r} is not supported; supported: {known}"
             )
@@ -205,14 +189,10 @@ def build_tokenizer(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
             f"{vocabulary.where}: tokenizer model {vocabulary.model!r} is not supported; "
             f"supported: {', '.join(sorted(builders))}"
         )
-    try:
+    with contained(f"{vocabulary.where}: malformed vocabulary"):
         tokenizer = builders[vocabulary.model](vocabulary)
         tokenizer.add_special_tokens([t for t in vocabulary.added_tokens() if t.special])
         tokenizer.add_tokens([t for t in vocabulary.added_tokens() if not t.special])
-    except (QuasarError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # the Rust library raises Exception, its panics BaseException
-        raise CheckpointError(f"{vocabulary.where}: malformed vocabulary: {error}") from None
     _add_ends(tokenizer, vocabulary)
     return tokenizer
 
@@ -223,7 +203,7 @@ def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     model = models.BPE(vocabulary.without_padding(merges), merges, ignore_merges=whole_words)
     tokenizer = tokenizers.Tokenizer(model)
     splits = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[vocabulary.pre]
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in BY_NAME[vocabulary.pre]
     ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -11,7 +11,7 @@ import tokenizers
 from quasar.errors import CheckpointError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MAX_ID = 1 << 24
+_UNUSED_IDS = 1 << 16
 _SPACE = "\u2581"
 
 
@@ -34,8 +34,10 @@ def token_pieces(tokenizer: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
     kinds = [step["type"] for step in steps]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=0)
-    if largest > _MAX_ID:
-        raise CheckpointError(f"tokenizer.json: token id {largest} is too large")
+    if largest > 2 * len(vocabulary) + _UNUSED_IDS:
+        raise CheckpointError(
+            f"tokenizer.json: token id {largest} is too large for {len(vocabulary)} tokens"
+        )
     pieces = [b""] * (largest + 1)
     if kinds == ["ByteLevel"]:
         alphabet = byte_alphabet()

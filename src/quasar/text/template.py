@@ -1,129 +1,66 @@
 """Chat templates: Jinja programs that come with the model file, so nothing they do is trusted.
 
-They run in Jinja's immutable sandbox inside a child process that has bounded memory, may not write
-files, and is killed by its own CPU-time timer: neither a long loop nor a huge string operation can
-hold up the parent, whatever else the machine is doing.
+They run in Jinja's immutable sandbox inside a confined process.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from quasar.errors import CheckpointError, QuasarError
+from quasar.errors import CheckpointError
+from quasar.text.confined import Confined, answer
 
 CPU_SECONDS = 1.0
 """Real templates take about a millisecond."""
-_WALL_SECONDS = 30.0
-"""Backstop for a child that is stuck without using its processor."""
 _MEMORY_BYTES = 1 << 29
 _OUTPUT_CHARACTERS = 1 << 20
 """Room for what a template adds; twice the messages is allowed on top."""
-_CHILD = "from quasar.text.template import serve; serve()"
 
 
 class ChatTemplate:
-    """One template, rendered by a child process that starts on first use and is kept."""
+    """One template, rendered by a child process."""
 
     def __init__(self, source: str) -> None:
-        self.source = source
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._process = Confined("the chat template", __name__, _MEMORY_BYTES, {"template": source})
 
     def render(self, context: Mapping[str, Any]) -> str:
         """The prompt text. CheckpointError if the template fails, refuses or takes too long."""
-        request = json.dumps({"template": self.source, "context": context}).encode() + b"\n"
-        with self._lock:
-            reply = self._ask(request)
-        if "error" in reply:
-            raise CheckpointError(f"chat template failed: {reply['error']}")
-        return str(reply["text"])
-
-    def _ask(self, request: bytes) -> dict[str, Any]:
-        child = self._child or self._start()
-        watchdog = threading.Timer(_WALL_SECONDS, child.kill)
-        watchdog.start()
+        text = str(self._process.ask({"context": context}, CPU_SECONDS)["text"])
         try:
-            assert child.stdin is not None and child.stdout is not None
-            child.stdin.write(request)
-            child.stdin.flush()
-            answer = child.stdout.readline()
-        except OSError:
-            answer = b""
-        finally:
-            watchdog.cancel()
-        if not answer.endswith(b"\n"):
-            self._child = None
-            _stop(child)
-            raise CheckpointError(
-                f"chat template was stopped: it took more than {CPU_SECONDS:g} s of processor time "
-                f"or {_MEMORY_BYTES >> 20} MiB of memory"
-            )
-        reply: dict[str, Any] = json.loads(answer)
-        return reply
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        paths = [path for path in sys.path if os.path.isabs(path)]
-        try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd="/",
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            )
-        except OSError as error:
-            raise QuasarError(f"cannot start the chat template process: {error}") from None
-        weakref.finalize(self, _stop, self._child)
-        return self._child
+            text.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError("the chat template renders lone surrogates") from None
+        return text
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for stream in (child.stdin, child.stdout):
-        if stream is not None:
-            stream.close()
-
-
-def serve() -> None:
-    """The child: one JSON request a line on stdin, one JSON reply a line on stdout."""
-    import resource
-    import signal
-
+def serve(memory_bytes: int) -> None:
+    """The child: the template first, then contexts."""
     environment = _environment()
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for line in sys.stdin.buffer:
-        # The default action of SIGPROF ends the process: no Python code has to run for it.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        reply = _reply(environment, json.loads(line), len(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+    template: Any = None
+
+    def reply(request: dict[str, Any]) -> dict[str, str]:
+        nonlocal template
+        if "template" in request:
+            template = environment.from_string(request["template"])
+            return {}
+        return {"text": _render(template, request["context"])}
+
+    answer(reply, memory_bytes)
 
 
-def _reply(environment: Any, request: dict[str, Any], size: int) -> dict[str, str]:
-    limit = _OUTPUT_CHARACTERS + 2 * size
+def _render(template: Any, context: dict[str, Any]) -> str:
+    limit = _OUTPUT_CHARACTERS + 2 * len(json.dumps(context))
     pieces: list[str] = []
     length = 0
-    try:
-        template = environment.from_string(request["template"])
-        for piece in template.generate(request["context"]):
-            pieces.append(piece)
-            length += len(piece)
-            if length > limit:
-                return {"error": f"its output is longer than {limit} characters"}
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
-    return {"text": "".join(pieces)}
+    for piece in template.generate(context):
+        pieces.append(piece)
+        length += len(piece)
+        if length > limit:
+            raise ValueError(f"its output is longer than {limit} characters")
+    return "".join(pieces)
 
 
 def _environment() -> Any:
@@ -158,4 +95,16 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    _warm_up(environment)
     return environment
+
+
+def _warm_up(environment: Any) -> None:
+    """Whatever is imported or read on first use, while files can still be opened."""
+    import pprint  # noqa: F401
+
+    import jinja2.debug
+
+    environment.from_string("{{ strftime_now('%c %Z') }}").render()
+    with suppress(jinja2.TemplateError):
+        environment.from_string("{{ raise_exception('') }}").render()

@@ -9,14 +9,16 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from quasar.errors import CheckpointError, QuasarError, UsageError
-from quasar.files import read_regular
+from quasar.errors import CheckpointError, UsageError
+from quasar.files import read_json, read_regular
+from quasar.text.encoder import Encoder, parse
 from quasar.text.ggml import Vocabulary, build_tokenizer
 from quasar.text.pieces import token_pieces
 from quasar.text.template import ChatTemplate
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MAX_FILE = 256 << 20
+_MAX_FILE = 64 << 20
+_MAX_ID = 1 << 31
 
 
 class TokenizerSource(Protocol):
@@ -44,9 +46,8 @@ class Tokenizer:
         `model_vocab_size` bounds what `encode` may return: some tokenizers know more tokens than
         their model has embeddings.
         """
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
         self._config = config
         self._generation = generation
         self.eos_ids = frozenset(generation["eos_token_id"])
@@ -76,16 +77,11 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise UsageError("the text holds lone surrogates, which no tokenizer accepts") from None
-        try:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # as in `_from_folder`: a regular expression can panic
-            raise CheckpointError(f"the model's tokenizer fails on this text: {error}") from None
+        ids = self._encoder.encode(text, add_special_tokens)
         if ids and max(ids) >= self._limit:
             token = self._tokenizer.id_to_token(max(ids))
             raise UsageError(f"the text holds {token!r}, a token that the model does not have")
-        return list(ids)
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the tokens. Bytes that are not UTF-8 become U+FFFD, ids without text nothing."""
@@ -166,12 +162,7 @@ def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{folder} has no tokenizer.json")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(_read(path))
-    except (QuasarError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # the Rust library raises Exception, its panics BaseException
-        raise CheckpointError(f"{path} is malformed: {error}") from None
+    tokenizer = parse(_read(path), str(path))
     config = _read_object(folder / "tokenizer_config.json")
     for key, value in _read_object(folder / "special_tokens_map.json").items():
         config.setdefault(key, value)
@@ -198,7 +189,7 @@ def _vocab_size(checkpoint: TokenizerSource) -> int:
 def _ids(checkpoint: TokenizerSource, part: str) -> list[int]:
     value = getattr(checkpoint, part).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(index) is int and index >= 0 for index in ids):
+    if not all(type(index) is int and 0 <= index < _MAX_ID for index in ids):
         raise CheckpointError(f"{checkpoint.path}: {part} has eos_token_id {value!r}")
     return ids
 
@@ -221,15 +212,7 @@ def _content(token: Any) -> str | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
+    return read_json(path) if path.exists() else {}
 
 
 def _read(path: Path) -> str:

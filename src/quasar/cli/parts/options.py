@@ -83,8 +83,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a Hugging Face folder, a GGUF file, a folder of `quasar quantize`, a hub id, "
-        "or smollm2-135m",
+        help="a Hugging Face folder, a GGUF file, a folder of `quasar quantize`, a hub id "
+        "(owner/name, owner/name:FILE.gguf), or smollm2-135m",
+    )
+    add_hub(parser)
+
+
+def add_hub(parser: argparse.ArgumentParser) -> None:
+    """Of a MODEL that is a hub id: which commit, and whether to ask the hub at all."""
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)"
+    )
+    parser.add_argument(
+        "--offline", action="store_true", help="take hub ids from the cache, without any network"
     )
 
 
