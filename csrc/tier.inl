@@ -24,6 +24,8 @@ namespace {
 #include "kernels/peaks.inl"
 //
 #include "kernels/attention.inl"
+#include "kernels/attention_plan.inl"
+//
 #include "kernels/logits.inl"
 
 }  // namespace

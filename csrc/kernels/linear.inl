@@ -1,25 +1,28 @@
 // The matrix product of both precisions: out = prepare(x) W^T for a few rows (verifying a draft) or
-// many (prefill), W packed by linear_w8a8.inl or linear_bf16.inl.
+// many (prefill). What differs from tier to tier is the size of a tile (vector/*.inl) and how a
+// product P, W8A8 or Bf16, takes a step (linear_w8a8_*.inl, linear_bf16_*.inl).
 //
-// A weight block holds 32 outputs and `steps` steps of 128 bytes. A tile is up to 14 rows x 32
-// outputs of sums in 28 registers, two more hold the step's weights and one the broadcast of a
-// row's four bytes. Rows are prepared into tiles, [steps][rows of the tile] words of 4 bytes, so a
-// step reads consecutive words. More than 14 rows are split into even tiles that visit the block
-// one after the other while it lies in the cache. Every sum sees its inputs in ascending order,
-// one step an instruction, whatever the tile: rows cannot influence each other.
+// A weight block holds 32 outputs, in one part or two of kTileOutputs; a part holds `steps` steps
+// of P::kStepValues inputs in P::kStepBytes bytes. A tile is up to kTileRows rows x kTileOutputs
+// outputs: two registers of sums a row (left and right), two that hold the step's weights and one
+// the broadcast of a row's four bytes. In avx512 that is 14 x 32, in avx2 6 x 16, where a register
+// has half the lanes and there are half as many. Rows are prepared into tiles, [steps][rows of the
+// tile] words of 4 bytes, so a step reads consecutive words. More rows are split into even tiles
+// that visit the block one after the other while it lies in the cache. Every sum sees its inputs in
+// ascending order, one step an instruction, whatever the tile: rows cannot influence each other.
 //
 // Memory. Weights are read once, as fast as DRAM gives them, if enough lines are in flight. The
 // core's own prefetcher has room for some 60 but loses a stream at the end of its page, and when
 // the results of many rows touch pages of their own; prefetch instructions have room for 20 to 30
 // but keep going. So up to 4 rows fetch every second line 4 KiB ahead into L2 and leave the rest to
-// the hardware; up to 14 rows, slower consumers, fetch every line 6 KiB ahead; with more rows the
+// the hardware; up to one tile, a slower consumer, fetches every line 6 KiB ahead; with more the
 // first two tiles at a block fetch half of the following block each, so that memory and multiplier
 // work at the same time. Threads own contiguous runs of blocks: prefetchers like long ones.
 //
-// Measured on 2 cores of a Zen 4 server (read 36 GB/s, or 65 when the cores lie apart; multiply
-// 472 GMAC/s INT8, 236 BF16), weights from memory: shapes of a 1.5B model; of a 0.5B model for BF16
-// and, at 36 GB/s, from 32 rows on. ms for 10^9 weights (medians), and the share of the limit: the
-// larger of bytes / bandwidth and multiply-adds / rate of the same moment:
+// Measured, tier avx512, on 2 cores of a Zen 4 server (read 36 GB/s, or 65 when the cores lie
+// apart; multiply 472 GMAC/s INT8, 236 BF16), weights from memory: shapes of a 1.5B model; of a
+// 0.5B model for BF16 and, at 36 GB/s, from 32 rows on. ms for 10^9 weights (medians), and the
+// share of the limit: the larger of bytes / bandwidth and multiply-adds / rate of the same moment:
 //     rows              1     2     4     6     8    12    16    32   512
 //     W8A8 at 36 GB/s  27.9  27.2  27.4  28.3  29.0  30.7  39.0  78   1230
 //               share  1.00  0.94  1.03  0.94  0.94  0.84  0.87  0.86  0.87

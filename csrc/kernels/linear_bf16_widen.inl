@@ -3,7 +3,8 @@
 //
 // Layout. Steps of 1 input: a word holds two outputs, the left side's below and the right side's
 // above, so that a shift widens one side and a mask the other. Activations are rounded to BF16 but
-// lie as fp32, ready to be broadcast.
+// lie as fp32, ready to be broadcast. Two multiply-adds start a cycle (Zen 4, 8 lanes each, or one
+// of 16): 59 GMAC/s a core at 3.7 GHz.
 
 struct Bf16 : Bf16Rows<Bf16> {
   using Sum = TileF;

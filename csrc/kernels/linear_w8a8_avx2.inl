@@ -2,8 +2,12 @@
 // Nothing saturates, so its integers are those of the other tiers.
 //
 // Layout. Steps of 2 inputs: 16 outputs x 2 bytes, which two loads widen to two registers.
-// Activations are pairs of 16 bits, ready to be broadcast. Of 6 rows a step's 12 vpmaddwd and 12
-// vpaddd take 6.5 cycles with the widening (Zen 4: two multipliers, four adders).
+// Activations are pairs of 16 bits, ready to be broadcast.
+//
+// Two multipliers and four adders (Zen 4) would do the 12 vpmaddwd, 12 vpaddd and 2 vpmovsxbw of a
+// step of 6 rows in 6.5 cycles. Measured in registers it is 8.0, in any order of instructions:
+// additions land on the multipliers' ports. That is 89 GMAC/s a core at 3.7 GHz. vpmaddubsw of
+// magnitudes by signed values is exact too, but needs as many instructions a product.
 
 struct W8A8 : W8A8Rows<W8A8> {
   using Sum = TileI;

@@ -71,7 +71,8 @@ inline F16 times_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
 inline I32 as_int(F16 x) { return (I32)x; }
 inline F16 as_float(I32 x) { return (F16)x; }
 inline F16 to_float(I32 x) { return _mm512_cvtepi32_ps((__m512i)x); }
-inline I32 to_int(F16 x) { return (I32)_mm512_cvtps_epi32(x); }  // as nearest; the low byte of a NaN is 0
+// As `nearest`. The low 16 bits of a NaN are 0.
+inline I32 to_int(F16 x) { return (I32)_mm512_cvtps_epi32(x); }
 template <int N>
 inline I32 shift_left(I32 x) {
   return (I32)_mm512_slli_epi32((__m512i)x, N);

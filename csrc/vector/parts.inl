@@ -3,7 +3,8 @@
 //
 // A tier first defines FloatPart and IntPart, GCC vectors of one register, and for them what it
 // does with instructions of its own: splat_part, fma, max, min, nearest, to_int, select, lane_bits.
-// `keep` leaves a value in its register: GCC would sum the products of several steps first and spill.
+// And `keep`, which leaves a sum in its register: GCC would first add up the products of several
+// steps, and spill.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "pairs lie with the even value below");
 
 template <class T>

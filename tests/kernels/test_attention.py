@@ -164,7 +164,7 @@ def in_chunks(
     threads=st.integers(1, 2),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_agrees_with_the_twin(
     tier: str,
     kv_heads: int,
