@@ -156,6 +156,16 @@ def test_oracles_are_right_and_liars_wrong(service_of, backend):
     assert rates["oracle"] == 1.0 and 0.2 < rates["oracle-tree"] < 1.0 and rates["wrong"] == 0.0
 
 
+def test_a_small_pool_is_served_to_its_last_slot(service_of, backend):
+    """The pool has whole blocks: positions must reach as far as its slots do."""
+    service = service_of(backend, "llama", "bf16")
+    engine = RecordingEngine(service.verifier, None, "none", cache_tokens=1)
+    params = SamplingParams(max_tokens=engine.cache.capacity)
+    (sequence,) = service.serve(engine, [Request((7,), params, "none")])
+    assert sequence.completion.error is None and sequence.finish_reason == "length"
+    assert engine.answer(sequence) == service.truth((7,), params)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_logits_are_row_invariant(folders, backend, precision):
     """The same positions give equal bits whether computed one by one or in one chunk."""
