@@ -7,6 +7,7 @@ the rows of logits that decided them, bit by bit. Tiny random models, every back
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,7 +21,7 @@ from quasar.checkpoints import open_checkpoint
 from quasar.engine.scheduler import Limits
 from quasar.kernels import TIERS
 from quasar.kernels.base import RaggedBatch
-from quasar.types import MAX_DRAFT_NODES, SamplingParams
+from quasar.types import MAX_DRAFT_NODES, Draft, SamplingParams
 from quasar.verification.verifier import load_verifier
 
 CHUNKS = (1, 2, 7, 32, 64, 512)
@@ -142,6 +143,29 @@ def test_any_company(service_of, backend, precision):
         assert not service.mismatches(*case)
 
     check()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_largest_trees(service_of, backend, precision):
+    """All 64 bits of a node's ancestors: drafts are cut to what may still be emitted, so ask for
+    more than that."""
+    service = service_of(backend, "qwen2", precision)
+    drafters = ("oracle-tree", "random-tree", "oracle")[: 1 if backend.isa == "reference" else 3]
+    requests = [
+        Request(PROMPTS[0], replace(sampling(t, 1), max_tokens=70), drafter, MAX_DRAFT_NODES)
+        for drafter in drafters
+        for t in TEMPERATURES[: len(drafters)]
+    ]
+    largest = 0
+
+    def watched(draft, budget, vocabulary):
+        nonlocal largest
+        largest = max(largest, len(draft))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "check", watched)
+        assert not service.mismatches(Limits(), 8 * 128, requests)
+    assert largest == MAX_DRAFT_NODES
 
 
 def test_oracles_are_right_and_liars_wrong(service_of, backend):
