@@ -37,27 +37,29 @@ class Adversary(Drafter):
         return self.random.randrange(self.vocabulary)
 
     def tree(self, nodes: int, path, forbidden=None) -> Draft:
-        """A random tree of about so many nodes with `path` hidden in it, in random order."""
-        tokens, parents, children = [], [], {}
+        """A random tree of `nodes` nodes with `path` in it: anywhere, or as its last nodes."""
+        children: dict[tuple[int, int], int] = {}
 
         def child(parent: int, token: int) -> int:
-            if (parent, token) not in children:
-                children[parent, token] = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-            return children[parent, token]
+            return children.setdefault((parent, token), len(children))
 
-        steps = [True] * len(path) + [False] * max(0, nodes - len(path))
-        self.random.shuffle(steps)
+        def noise() -> None:
+            parent, token = self.random.randrange(-1, len(children)), self.token()
+            if parent >= 0 or token != forbidden:
+                child(parent, token)
+
+        steps = [False] * (nodes - len(path)) + [True] * len(path)
+        if self.random.random() < 0.5:
+            self.random.shuffle(steps)
         end, left = -1, list(path)
         for true_step in steps:
             if true_step:
                 end = child(end, left.pop(0))
             else:
-                parent, token = self.random.randrange(-1, len(tokens)), self.token()
-                if parent >= 0 or token != forbidden:
-                    child(parent, token)
-        return Draft(tuple(tokens), tuple(parents))
+                noise()
+        while len(children) < nodes:
+            noise()
+        return Draft(tuple(token for _, token in children), tuple(parent for parent, _ in children))
 
 
 class RandomChain(Adversary):

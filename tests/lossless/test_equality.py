@@ -7,6 +7,7 @@ the rows of logits that decided them, bit by bit. Tiny random models, every back
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,7 +21,7 @@ from quasar.checkpoints import open_checkpoint
 from quasar.engine.scheduler import Limits
 from quasar.kernels import TIERS
 from quasar.kernels.base import RaggedBatch
-from quasar.types import MAX_DRAFT_NODES, SamplingParams
+from quasar.types import MAX_DRAFT_NODES, Draft, SamplingParams
 from quasar.verification.verifier import load_verifier
 
 CHUNKS = (1, 2, 7, 32, 64, 512)
@@ -144,6 +145,29 @@ def test_any_company(service_of, backend, precision):
     check()
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_largest_trees(service_of, backend, precision):
+    """All 64 bits of a node's ancestors: drafts are cut to what may still be emitted, so ask for
+    more than that."""
+    service = service_of(backend, "qwen2", precision)
+    drafters = ("oracle-tree", "random-tree", "oracle")[: 1 if backend.isa == "reference" else 3]
+    requests = [
+        Request(PROMPTS[0], replace(sampling(t, 1), max_tokens=70), drafter, MAX_DRAFT_NODES)
+        for drafter in drafters
+        for t in TEMPERATURES[: len(drafters)]
+    ]
+    largest = 0
+
+    def watched(draft, budget, vocabulary):
+        nonlocal largest
+        largest = max(largest, len(draft))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "check", watched)
+        assert not service.mismatches(Limits(), 8 * 128, requests)
+    assert largest == MAX_DRAFT_NODES
+
+
 def test_oracles_are_right_and_liars_wrong(service_of, backend):
     """The adversaries are what they say: else the tests above would prove little."""
     service = service_of(backend, "qwen2", "bf16")
@@ -154,6 +178,16 @@ def test_oracles_are_right_and_liars_wrong(service_of, backend):
         (sequence,) = service.serve(engine, [request])
         rates[name] = sequence.completion.stats.draft_acceptance_rate
     assert rates["oracle"] == 1.0 and 0.2 < rates["oracle-tree"] < 1.0 and rates["wrong"] == 0.0
+
+
+def test_a_small_pool_is_served_to_its_last_slot(service_of, backend):
+    """The pool has whole blocks: positions must reach as far as its slots do."""
+    service = service_of(backend, "llama", "bf16")
+    engine = RecordingEngine(service.verifier, None, "none", cache_tokens=1)
+    params = SamplingParams(max_tokens=engine.cache.capacity)
+    (sequence,) = service.serve(engine, [Request((7,), params, "none")])
+    assert sequence.completion.error is None and sequence.finish_reason == "length"
+    assert engine.answer(sequence) == service.truth((7,), params)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -66,8 +66,7 @@ def pack(sequences: List[tuple[Sequence, int]]) -> Pack:
         assert not draft or (complete and count == 1), "a draft follows the newest token only"
         tree = bool(draft) and not draft.is_chain
         tokens += sequence.tokens[start : start + count] + list(draft.tokens)
-        steps = [depth + count - 1 for depth in depths(draft)[1:]]
-        positions += [*range(start, start + count), *(start + step for step in steps)]
+        positions += [*range(start, start + count), *(start + d for d in depths(draft)[1:])]
         rows = count + len(draft)
         ancestors += [_signed(word) for word in ancestor_bits(draft)] if tree else [0] * rows
         slices.append(Slice(sequence, rows, len(wanted) if complete else -1))

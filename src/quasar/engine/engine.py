@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 
-import torch
+import numpy as np
 
 from quasar.drafting import DEFAULT_DRAFT_TOKENS, make_drafter
 from quasar.drafting.base import Drafter
@@ -50,7 +50,9 @@ class Engine:
             cache_tokens = verifier.config.context_length
         if cache_tokens < 1:
             raise UsageError(f"cache_tokens={cache_tokens} is out of range: at least 1")
-        self.cache = verifier.new_cache(cache_tokens)
+        block = verifier.backend.block_size
+        # Whole blocks, so that the rotary tables reach as far as the slots do.
+        self.cache = verifier.new_cache(-(-cache_tokens // block) * block)
         self.scheduler = Scheduler(self.cache, limits)
         self._next_id = 0
 
@@ -177,8 +179,7 @@ class Engine:
             return []
         rows = sum(1 + len(part.sequence.draft) for part in scored)
         chosen = self.verifier.backend.argmax(rows, logits)
-        largest = logits.tensor[torch.arange(rows), torch.tensor(chosen)]
-        finite = torch.isfinite(largest).tolist()
+        finite = np.isfinite(logits.tensor.numpy()[np.arange(rows), chosen])
         return [token if known else None for token, known in zip(chosen, finite, strict=True)]
 
     def _judge(self, part: Slice, logits: Buffer, greedy: list[int | None]) -> Verdict:
