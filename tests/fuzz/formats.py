@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).parents[1])]
 
-import tiny_files
-from mutations import (
+import tiny_files  # noqa: E402
+from mutations import (  # noqa: E402
     COMPONENTS,
     VALUES,
     blind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -93,19 +94,20 @@ VALUES: tuple[Any, ...] = (
 
 def mutate_json(value: Any, rng: random.Random, palette: tuple[Any, ...] = VALUES) -> bytes:
     """The text of `value` after one to four changes of its structure."""
-    value = json.loads(json.dumps(value))
+    value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         parent, key = rng.choice(_places(value) or [([value], 0)])
         change = rng.randrange(8)
         if change < 4:
-            parent[key] = rng.choice(palette)
+            parent[key] = copy.deepcopy(rng.choice(palette))
         elif change == 4:
             del parent[key]
         elif change == 5:
             other, place = rng.choice(_places(value) or [([value], 0)])
-            parent[key] = json.loads(json.dumps(other[place]))
+            parent[key] = copy.deepcopy(other[place])
         elif change == 6 and isinstance(parent, dict):
-            parent[rng.choice(("", "zz", "a\nb", "type", "\U0001f600", "x" * 999))] = parent[key]
+            new = copy.deepcopy(parent[key])
+            parent[rng.choice(("", "zz", "a\nb", "type", "\U0001f600", "x" * 999))] = new
         elif isinstance(parent[key], int | float):
             parent[key] = rng.choice((rng.choice(INTEGERS), -parent[key], parent[key] + 1))
     return _text(value, rng)

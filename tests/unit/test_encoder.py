@@ -1,0 +1,155 @@
+"""Tokenizers that nobody knows: the same ids, within limits, and no word on standard error."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_files
+
+from quasar.checkpoints import open_checkpoint
+from quasar.errors import CheckpointError
+from quasar.text.encoder import Encoder, is_harmless, parse
+from quasar.text.patterns import BY_NAME, KNOWN
+from quasar.text.tokenizer import load_tokenizer
+
+TEXTS = ["", "the cat sat", " the  cat\n\n", "<|im_start|>the\u00e9\U0001f600", "a" * 3000, "\0"]
+
+
+def layout(**parts: Any) -> str:
+    found = json.loads(tiny_files.byte_level_tokenizer().to_str())
+    return json.dumps(found | parts)
+
+
+def split(pattern: str) -> dict[str, Any]:
+    regex = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {
+        "type": "Sequence",
+        "pretokenizers": [regex | {"invert": False}, byte_level | {"use_regex": False}],
+    }
+
+
+def encoder(**parts: Any) -> Encoder:
+    return Encoder(parse(layout(**parts), "tokenizer.json"))
+
+
+@pytest.mark.parametrize("pattern", sorted(KNOWN))
+def test_known_expressions_take_linear_time(pattern: str) -> None:
+    """On what makes expressions backtrack: long runs, whose end matches or does not."""
+    known = encoder(pre_tokenizer=split(pattern))
+    assert known._process is None
+    for run in ("a", "A", " ", "\n", "1", "!", "\u4e00", " \n", "'s", "aA", "\u02b0", "\u0301"):
+        for end in ("", "!", "a", "\n", "\u4e00"):
+            started = time.process_time()
+            known.encode(run * 10_000 + end, False)
+            assert time.process_time() - started < 1.0, (run, end)
+
+
+def test_every_expression_of_gguf_files_is_known() -> None:
+    assert {pattern for patterns in BY_NAME.values() for pattern in patterns} <= KNOWN
+
+
+def test_a_confined_tokenizer_gives_the_same_ids() -> None:
+    known = r"\p{N}{1,3}"
+    free, confined = (
+        encoder(pre_tokenizer=split(known)),
+        encoder(pre_tokenizer=split(f"(?:{known})")),
+    )
+    assert free._process is None and confined._process is not None
+    for text in TEXTS:
+        for special in (False, True):
+            assert confined.encode(text, special) == free.encode(text, special)
+
+
+DOUBLED = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "failure"),
+    [
+        ({"pre_tokenizer": split(r"(a+)+$")}, "retry-limit"),
+        ({"pre_tokenizer": split(r"(a|aa)+$")}, "retry-limit"),
+        ({"pre_tokenizer": split(r"(?=(a+a+a+b))")}, "stopped"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLED] * 40}}, "stopped"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 300_000}}, None),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size"),
+    ],
+    ids=["exponential", "ambiguous", "polynomial", "doubling", "prefix", "panic"],
+)
+def test_hostile_tokenizers(
+    parts: dict[str, Any],
+    failure: str | None,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quasar.text.encoder._CPU_SECONDS", 1.0)
+    hostile = encoder(**parts)
+    assert hostile._process is not None
+    text = "a" * 2500 + "!"
+    if failure is None:
+        assert hostile.encode(text, False)
+    else:
+        with pytest.raises(CheckpointError, match=f"the tokenizer .*{failure}"):
+            hostile.encode(text, False)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAKYgbbcC/waEUPAU"}},
+        {
+            "model": {
+                **{"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+                "continuing_subword_prefix": "######",
+            }
+        },
+    ],
+    ids=["charsmap", "prefix"],
+)
+def test_panics_while_loading_are_one_error(
+    tmp_path: Path, parts: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_files.write_folder(tmp_path)
+    (folder / "tokenizer.json").write_text(layout(**parts))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is malformed: ") as error:
+        load_tokenizer(open_checkpoint(folder))
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 99}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": " "}, "content": "_"}},
+        {"pre_tokenizer": {"type": "BertPreTokenizer"}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2,
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
+    ],
+    ids=["many steps", "longer", "expression", "unusual", "repeated text", "model"],
+)
+def test_what_is_not_known_to_be_harmless(parts: dict[str, Any]) -> None:
+    assert is_harmless(parse(layout(), ""))
+    assert not is_harmless(parse(layout(**parts), ""))
+
+
+def test_tokenizers_that_unfold(tmp_path: Path) -> None:
+    """Refused by their size before the library allocates a hundred times as much."""
+    merges = '["a","b"],' * 2_200_000
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json holds too much"):
+        parse('{"model":{"merges":[' + merges + "]}}", "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json holds too much"):
+        parse('{"added_tokens":[{"content":"' + "x" * 2_000_000 + '"}]}', "tokenizer.json")
