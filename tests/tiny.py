@@ -40,7 +40,6 @@ QWEN3 = _COMMON | {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
     "head_dim": 16,
-    "tie_word_embeddings": True,
 }
 MISTRAL = _COMMON | {
     "model_type": "mistral",
@@ -56,7 +55,7 @@ PHI3 = _COMMON | {
     "model_type": "phi3",
     "architectures": ["Phi3ForCausalLM"],
     "partial_rotary_factor": 0.5,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 48,
     "rope_scaling": {
         "type": "longrope",
         "short_factor": [1.0, 1.1, 1.3],
@@ -77,12 +76,12 @@ GEMMA3 = {k: v for k, v in _COMMON.items() if k != "hidden_act"} | {
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     "sliding_window": 24,
     "sliding_window_pattern": 2,
-    "tie_word_embeddings": True,
 }
 CONFIGS = {
     config["model_type"]: config
     for config in (LLAMA, QWEN2, QWEN3, MISTRAL, OPENPANGU, PHI3, GEMMA3)
 }
+IN_TRANSFORMERS = sorted(set(CONFIGS) - {"PanguEmbedded"})
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -96,7 +96,7 @@ def test_the_matrix(service_of, backend, precision, temperature):
     cases = list(enumerate(product(DRAFTERS, CHUNKS)))
     most, nodes = (2, 9) if backend.isa == "reference" else (8, MAX_DRAFT_NODES)
     for index, (drafter, chunk) in cases if backend.isa == TIERS[-1] else cases[setting::4]:
-        service = service_of(backend, sorted(tiny.CONFIGS)[index % 2], precision)
+        service = service_of(backend, sorted(tiny.CONFIGS)[index % len(tiny.CONFIGS)], precision)
         count = 1 + (index + 3 * setting) % most
         limits, requests = matrix_case(drafter, chunk, temperature, count, nodes)
         assert not service.mismatches(limits, 8 * 128, requests), (drafter, chunk, count)
