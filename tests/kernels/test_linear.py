@@ -99,7 +99,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rows: sl
     threads=st.integers(1, 4),
     seed=st.integers(0, 1 << 20),
 )
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_odd_shapes_agree_with_the_twin(
     tier: str, precision: str, rows: int, n: int, k: int, bias: bool, threads: int, seed: int
 ) -> None:
