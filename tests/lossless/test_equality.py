@@ -104,7 +104,7 @@ def test_the_matrix(service_of, backend, precision, temperature):
 
 def test_the_text_is_no_dull_test(service_of, backend):
     service = service_of(backend, "qwen2", "w8a8")
-    answers = [service.truth(p, sampling(t, 0)) for p in PROMPTS[:3] for t in TEMPERATURES]
+    answers = [service.truth(p, sampling(t, 0)) for p in PROMPTS for t in TEMPERATURES]
     assert len({token for answer in answers for token in answer.tokens}) > 20
 
 
