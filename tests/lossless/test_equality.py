@@ -117,7 +117,7 @@ def test_speculation_changes_no_token(folders, backend, family, precision, sampl
     params = SAMPLING[sampling]
     prompts = PROMPTS[::4] if backend.name == "reference" else PROMPTS
     truth = [plain(verifier, prompt, params) for prompt in prompts]
-    assert len({token for tokens in truth for token in tokens}) > 6, "the text is too dull a test"
+    assert len({token for tokens in truth for token in tokens}) > 5, "the text is too dull a test"
     for rows in (8, 64):
         engine = Engine(verifier, None, "ngram", 5, max_rows=rows)
         found = engine.complete(prompts, params)
