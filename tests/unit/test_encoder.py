@@ -102,6 +102,7 @@ def test_hostile_tokenizers(
     "parts",
     [
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAKYgbbcC/waEUPAU"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAAAAA=="}},
         {
             "model": {
                 **{"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
@@ -109,16 +110,21 @@ def test_hostile_tokenizers(
             }
         },
     ],
-    ids=["charsmap", "prefix"],
+    ids=["charsmap", "4 GiB", "prefix"],
 )
 def test_panics_while_loading_are_one_error(
     tmp_path: Path, parts: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_files.write_folder(tmp_path)
-    (folder / "tokenizer.json").write_text(layout(**parts))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is malformed: ") as error:
+    text = layout(**parts)
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json (is malformed|failed|was stopped): "
+    ) as error:
         load_tokenizer(open_checkpoint(folder))
     assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError):
+        parse(text.replace("Precompiled", "Pre\\u0063ompiled"), "tokenizer.json")
     assert capfd.readouterr().err == ""
 
 
