@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +22,8 @@ from quasar.errors import CheckpointError
 from quasar.models import families
 from quasar.models.layer import logits
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding.md"
+ROOT = Path(__file__).parents[2]
+PAGE, CSRC = ROOT / "docs" / "adding.md", ROOT / "csrc"
 
 
 def code(kind: str) -> str:
@@ -92,3 +96,46 @@ def test_a_family_is_one_file(seed_oss: Path, capsys: pytest.CaptureFixture[str]
 def test_without_its_file_the_family_is_refused() -> None:
     with pytest.raises(CheckpointError, match="'seed_oss' is not supported"):
         families.parse_config(tiny.LLAMA | {"model_type": "seed_oss"})
+
+
+CALLER = """
+#include <cstdio>
+#include <vector>
+#include "quasar_kernels.h"
+extern "C" const quasar_tier quasar_tier_sse4;
+int main() {  // [1 2 3 ... 32] times itself, by both precisions of the new tier
+  const quasar_tier& tier = quasar_tier_sse4;
+  std::vector<float> x(32), scale(32, 1.0f);
+  std::vector<int8_t> codes(32);
+  for (int k = 0; k < 32; ++k) x[k] = codes[k] = k + 1;
+  x[31] = 127;  // codes are then the values themselves
+  std::vector<char> packed(tier.packed_bytes(QUASAR_W8A8, 1, 32) + 64);
+  std::vector<char> scratch(tier.linear_scratch_bytes(1, 32) + 64);
+  void* weight = packed.data() + (64 - (uintptr_t)packed.data() % 64);
+  tier.pack(QUASAR_W8A8, codes.data(), 1, 32, weight, 1);
+  quasar_linear layer{};
+  layer.weight = weight;
+  layer.scale = scale.data();
+  layer.out_features = 1;
+  layer.in_features = 32;
+  layer.precision = QUASAR_W8A8;
+  float out = 0;
+  tier.linear(&layer, x.data(), 1, scratch.data(), &out, 1);
+  std::printf("%s %.0f", tier.name, out);
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the page's tier is for x86-64")
+def test_a_tier_is_one_file(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    (tmp_path / "tier_sse4.cpp").write_text(code("tier"))
+    (tmp_path / "caller.cpp").write_text(CALLER)
+    sources = [tmp_path / "tier_sse4.cpp", tmp_path / "caller.cpp", CSRC / "parallel.cpp"]
+    flags = ["-std=c++17", "-O1", "-msse4.2", "-fwrapv", "-pthread", f"-I{CSRC}"]
+    program = tmp_path / "program"
+    subprocess.run([compiler, *flags, "-o", program, *sources], check=True)
+    found = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    assert found == f"sse4 {sum(k * k for k in range(1, 32)) + 32 * 127}"
