@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,13 @@ def test_tokenizers_that_unfold(tmp_path: Path) -> None:
         parse('{"model":{"merges":[' + merges + "]}}", "tokenizer.json")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json holds too much"):
         parse('{"added_tokens":[{"content":"' + "x" * 2_000_000 + '"}]}', "tokenizer.json")
+
+
+def test_loading_without_a_standard_error() -> None:
+    script = (
+        "import os, sys, tokenizers; from quasar.text.encoder import parse\n"
+        "text = sys.stdin.read(); os.close(2); parse(text, 'x'); print('parsed')"
+    )
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, input=layout(), capture_output=True, text=True)
+    assert found.stdout == "parsed\n"
