@@ -265,6 +265,11 @@ REGEXES = (
     ),
 )
 COMPONENTS: tuple[Any, ...] = (
+    {"normalizers": [{"pattern": {"String": "a"}, "content": "aa"}] * 40},
+    {
+        **{"id": 300, "content": "aaaa", "special": False, "normalized": True},
+        **dict.fromkeys(("single_word", "lstrip", "rstrip"), False),
+    },
     *(
         {"type": kind}
         for kind in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt")

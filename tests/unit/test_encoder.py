@@ -14,7 +14,8 @@ import tiny_files
 
 from quasar.checkpoints import open_checkpoint
 from quasar.errors import CheckpointError
-from quasar.text.encoder import Encoder, is_harmless, parse
+from quasar.text.encoder import Encoder, parse
+from quasar.text.inspection import encodes_safely, loads_safely
 from quasar.text.patterns import BY_NAME, KNOWN
 from quasar.text.tokenizer import load_tokenizer
 
@@ -130,6 +131,94 @@ def test_panics_while_loading_are_one_error(
     assert capfd.readouterr().err == ""
 
 
+LONG_TOKEN = {
+    **{"id": 300, "content": "a" * 40 + "!", "special": False, "normalized": True},
+    **dict.fromkeys(("single_word", "lstrip", "rstrip"), False),
+}
+UNTAGGED = {key: value for key, value in DOUBLED.items() if key != "type"}
+BACKTRACKING = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "Sequence", "normalizers": [DOUBLED] * 40},
+        {"normalizers": [UNTAGGED] * 40},
+        {"type": "Sequence", "normalizers": [{**UNTAGGED, "type": "Split"}] * 40},
+        BACKTRACKING,
+        {"type": "Prepend", "prepend": "x" * 9999},
+        {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 17},
+        {"type": "Sequence", "normalizers": [{"type": "]", "strip_left": True}] * 17},
+    ],
+    ids=["doubling", "untagged", "wrong tag", "backtracking", "prefix", "many", "bracket"],
+)
+def test_added_tokens_are_normalised_while_loading(
+    normalizer: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """So loading is tried elsewhere first, whatever the parts call themselves."""
+    monkeypatch.setattr("quasar.text.encoder._CPU_SECONDS", 1.0)
+    text = layout(normalizer=normalizer, added_tokens=[LONG_TOKEN])
+    assert not loads_safely(text)
+    started = time.process_time()
+    try:
+        parse(text, "tokenizer.json")
+    except CheckpointError as error:
+        assert str(error).startswith("tokenizer.json")
+    assert time.process_time() - started < 2.0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": split(r"\p{N}\"[{}]pattern\": {")},
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Prepend", "prepend": "\u2581"},
+                    {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+                ],
+            },
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [
+                    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                    *({"type": "ByteFallback"}, {"type": "Fuse"}),
+                    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+                ],
+            },
+        },
+        {"model": {"type": "BPE", "vocab": {"pattern": 0, "normalizers": 1, "prepend": 2}}},
+    ],
+    ids=["byte level", "nfc", "split", "sentencepiece", "words"],
+)
+@pytest.mark.parametrize("ascii_only", [False, True])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_tokenizers_of_real_models_load_at_once(
+    parts: dict[str, Any], ascii_only: bool, indent: int | None
+) -> None:
+    value = json.loads(layout(**parts))
+    assert loads_safely(json.dumps(value, ensure_ascii=ascii_only, indent=indent))
+
+
+def test_looking_takes_linear_time() -> None:
+    blanks = " " * 2_000_000
+    for text in (
+        f'"normalizers":[{blanks}' * 3,
+        f'"normalizers":[{{}}{blanks},{blanks}{{}}{blanks}x',
+        '"pattern"' * 300_000 + blanks,
+        '{"type":"Split","pattern":{"Regex":"' + "\\\\" * 1_000_000,
+    ):
+        started = time.process_time()
+        loads_safely(text)
+        assert time.process_time() - started < 2.0
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -150,17 +239,17 @@ def test_panics_while_loading_are_one_error(
     ids=["many steps", "longer", "expression", "unusual", "repeated text", "model"],
 )
 def test_what_is_not_known_to_be_harmless(parts: dict[str, Any]) -> None:
-    assert is_harmless(parse(layout(), ""))
-    assert not is_harmless(parse(layout(**parts), ""))
+    assert encodes_safely(parse(layout(), ""))
+    assert not encodes_safely(parse(layout(**parts), ""))
 
 
 def test_tokenizers_that_unfold(tmp_path: Path) -> None:
     """Refused by their size before the library allocates a hundred times as much."""
     merges = '["a","b"],' * 2_200_000
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json holds too much"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is too large"):
         parse('{"model":{"merges":[' + merges + "]}}", "tokenizer.json")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json holds too much"):
-        parse('{"added_tokens":[{"content":"' + "x" * 2_000_000 + '"}]}', "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is too large"):
+        parse('{"added_tokens":[{"content":"' + "x" * 20_000_000 + '"}]}', "tokenizer.json")
 
 
 def test_loading_without_a_standard_error() -> None:
