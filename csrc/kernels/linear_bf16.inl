@@ -6,7 +6,7 @@
 // bits depend on nothing beside it.
 
 template <class Product>
-struct Bf16Rows {
+struct Bf16Rows : Plain<Product> {
   using Element = uint16_t;
 
   static inline F16 scaled(F16 sum, const float*, int64_t, float) { return sum; }
