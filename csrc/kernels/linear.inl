@@ -40,7 +40,6 @@
 // groups of 16 and packs 32 G rows; scale and bias have 32 G entries in that order. out_features
 // stays 2 I, and out has I columns.
 
-constexpr int64_t kHalfRows = 4;             // up to so many rows every second line is fetched
 constexpr int64_t kGroupBytes = 576 << 10;   // rows that visit the blocks together
 constexpr int64_t kPrivateBytes = 40 << 10;  // rows up to this size are prepared by each thread
 constexpr int kLanes = 256;                  // more threads than that stay idle
@@ -73,11 +72,11 @@ struct Rows {
     return (size_t)(rows * (words + 4) * 4 + 64);
   }
 
-  Rows(void* memory, int64_t rows, int64_t words, int64_t part_bytes)
+  Rows(void* memory, int64_t rows, int64_t words, int64_t part_bytes, int64_t tile_rows)
       : rows(rows),
         words(words),
         part_bytes(part_bytes),
-        tiles((rows + kTileRows - 1) / kTileRows) {
+        tiles((rows + tile_rows - 1) / tile_rows) {
     values = (int32_t*)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
     scale = (float*)(values + rows * words);
     inverse = scale + rows;
@@ -119,13 +118,14 @@ static void encode_row(const Input& input, const Rows& rows, int64_t m, int64_t 
   const int64_t stride = rows.first(tile + 1) - first;
   const float* x = input.x + m * input.count;
   const float factor = rows.factor[m];
-  int32_t* values = rows.values + first * rows.words + (m - first);
+  int32_t* values = rows.values + first * rows.words;
   int32_t start;
   if (input.norm)
     start = P::encode(RowSource<true>{x, input.norm, rows.inverse[m]}, factor, begin, end, values,
-                      stride);
+                      m - first, stride);
   else
-    start = P::encode(RowSource<false>{x, nullptr, 1.0f}, factor, begin, end, values, stride);
+    start = P::encode(RowSource<false>{x, nullptr, 1.0f}, factor, begin, end, values, m - first,
+                      stride);
   __atomic_fetch_add(rows.start + m, start, __ATOMIC_RELAXED);
 }
 
@@ -167,7 +167,7 @@ static void prepare_together(const Input& input, const Rows& rows, int threads) 
 
 using Multiply = void (*)(const char*, int64_t, const int32_t*, const int32_t*, Ahead, float*);
 
-template <class P, int R = kTileRows>
+template <class P, int R = P::kRows>
 static Multiply multiply_for(int64_t rows) {
   if constexpr (R > 1)
     if (rows < R) return multiply_for<P, R - 1>(rows);
@@ -176,8 +176,9 @@ static Multiply multiply_for(int64_t rows) {
 
 // What a part of a block fetches; `unit` counts the parts of this block that came before, with this
 // tile or others.
+template <class P>
 static Ahead ahead_of(const char* part, const Rows& rows, const char* block_end, int64_t unit) {
-  if (rows.rows <= kHalfRows) return {part + 4096, kTurnBytes, 0};
+  if (P::leaves_half(rows.rows, rows.words)) return {part + 4096, kTurnBytes, 0};
   if (rows.tiles == 1) return {part + 6144, kTurnBytes, 64};
   if (unit < 2 * kParts) return {block_end + unit * (rows.part_bytes / 2), kTurnBytes / 2, 0};
   return {part, 0, 0};
@@ -296,15 +297,15 @@ class Lanes {
 };
 
 // Tiles that meet all blocks before the next tiles do: so many that they stay in L2.
-static int64_t group_tiles(const Rows& rows) {
-  const int64_t fitting = kGroupBytes / (kTileRows * rows.words * 4);
+static int64_t group_tiles(const Rows& rows, int64_t tile_rows) {
+  const int64_t fitting = kGroupBytes / (tile_rows * rows.words * 4);
   return fitting < 2 ? 2 : fitting;
 }
 
 template <class P, Result kResult>
 static void multiply_block(const quasar_linear& layer, const Rows& rows, int64_t block,
                            int64_t first_tile, int64_t last_tile, float* out) {
-  alignas(64) float sums[kTileRows * kBlock];
+  alignas(64) float sums[P::kRows * kBlock];
   const char* const begin = (const char*)layer.weight + block * kParts * rows.part_bytes;
   const char* const end = begin + kParts * rows.part_bytes;
   int64_t unit = 0;
@@ -314,7 +315,7 @@ static void multiply_block(const quasar_linear& layer, const Rows& rows, int64_t
     for (int64_t part = 0; part < kParts; ++part, ++unit) {
       const char* weight = begin + part * rows.part_bytes;
       multiply(weight, rows.part_bytes, rows.values + first * rows.words, rows.start + first,
-               ahead_of(weight, rows, end, unit), sums + part * kTileOutputs);
+               ahead_of<P>(weight, rows, end, unit), sums + part * kTileOutputs);
     }
     finish_tile<P, kResult>(layer, rows, first, count, block, sums, out);
   }
@@ -330,13 +331,13 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   const int64_t blocks = (columns + outputs - 1) / outputs;
   const bool shared = Rows::bytes(input.rows, words) > kPrivateBytes;
   const int64_t part_bytes = part_bytes_of<P>(input.count);
-  const Rows common(scratch, input.rows, words, part_bytes);
-  const int64_t group = group_tiles(common), groups = (common.tiles + group - 1) / group;
+  const Rows common(scratch, input.rows, words, part_bytes, P::kRows);
+  const int64_t group = group_tiles(common, P::kRows), groups = (common.tiles + group - 1) / group;
   Lanes lanes(blocks * groups, threads);
   if (shared) prepare_together<P>(input, common, threads);
   parallel(threads, [&](int32_t thread) {
     alignas(64) char memory[kPrivateBytes];
-    const Rows rows = shared ? common : Rows(memory, input.rows, words, part_bytes);
+    const Rows rows = shared ? common : Rows(memory, input.rows, words, part_bytes, P::kRows);
     if (!shared) prepare_rows<P>(input, rows, 0, rows.rows);
     lanes.run(thread, [&](int64_t unit) {
       const int64_t first = unit / blocks * group;
@@ -397,7 +398,8 @@ static void pack(const quasar_weight* weight, void* packed, int32_t threads) {
 }
 
 static size_t linear_scratch_bytes(int64_t rows, int64_t in_features) {
-  return Rows::bytes(rows, words_of<Bf16>(in_features));  // the largest of the three
+  const int64_t bf16 = words_of<Bf16>(in_features), w4a8 = words_of<W4A8<32>>(in_features);
+  return Rows::bytes(rows, bf16 > w4a8 ? bf16 : w4a8);
 }
 
 static void norm_linear(const quasar_linear* layer, const float* x, int64_t rows, const float* norm,

@@ -66,7 +66,10 @@ static void multiply_tile(const char* weight, int64_t bytes, const int32_t* valu
 // A product P of plain rows of weights: what linear.inl asks of it. Inputs come in units.
 template <class P>
 struct Plain {
+  static constexpr int kRows = kTileRows;
   static constexpr int64_t kUnitValues = 16;
+  // Whether tiles of so few rows leave every second line to the hardware.
+  static bool leaves_half(int64_t rows, int64_t) { return rows <= 4; }
   static constexpr int64_t unit_words() { return 16 / P::kStepValues; }
   static constexpr int64_t unit_bytes() { return unit_words() * P::kStepBytes; }
 

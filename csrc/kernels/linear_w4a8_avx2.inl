@@ -2,24 +2,22 @@
 // most 2 * 15 * 127 = 3810 together, in 16 bits. 8 steps fit there, 32 inputs, so only every eighth
 // sum is widened.
 
+constexpr int kInt4Rows = kTileRows;
+constexpr int64_t kTotalWords = 1;  // minus the row's sum over the group
 using Int4Value = __m256i;
-using Int4Total = __m256i;  // minus the row's sum over the group, in both halves of each lane
-struct Int4Zeros {
-  TileI left, right;  // in the half of a lane where the words have them
-};
 
 inline Int4Value int4_value(const int32_t* at) { return _mm256_set1_epi32(*at); }
-inline Int4Total int4_total(const int32_t* at) { return _mm256_set1_epi32(*at); }
-inline int32_t int4_total_word(int32_t total) { return (total & 0xffff) | total << 16; }
-inline Int4Zeros int4_zeros(TileI words) {
-  return {words & splat_tile(0xf), words & splat_tile(0xf0000)};
+template <int kShift>
+inline TileI int4_zeros(TileI words) {
+  return shift_right<kShift>(words) & splat_tile(0xf);
 }
+inline void store_total(int32_t total, int32_t* at) { *at = -total & 0xffff; }
 
 template <bool kLong>
 struct Int4Sum {
   TileI narrow;  // pairs of 16 bits
 
-  inline void start(TileI, Int4Total) { narrow = splat_tile(0); }
+  inline void start(TileI, const int32_t*) { narrow = splat_tile(0); }
   inline void add(TileI codes, Int4Value value) {
     narrow = (TileI)_mm256_add_epi16((__m256i)narrow,
                                      _mm256_maddubs_epi16((__m256i)codes, value));
@@ -28,8 +26,11 @@ struct Int4Sum {
   inline TileI widened() const {
     return (TileI)_mm256_madd_epi16((__m256i)narrow, _mm256_set1_epi16(1));
   }
-  inline TileF finish(TileI zero, Int4Total total) const {
-    return to_float(widened() + (TileI)_mm256_madd_epi16((__m256i)zero, total));
+  static inline TileI share(TileI zeros, const int32_t* totals) {
+    return (TileI)_mm256_madd_epi16((__m256i)zeros, _mm256_set1_epi32(*totals));
+  }
+  inline TileF finish(TileI zeros, const int32_t* totals) const {
+    return to_float(widened() + share(zeros, totals));
   }
 };
 
@@ -37,16 +38,16 @@ template <>
 struct Int4Sum<true> : Int4Sum<false> {
   TileI wide;
 
-  inline void start(TileI zero, Int4Total total) {
-    Int4Sum<false>::start(zero, total);
+  inline void start(TileI zeros, const int32_t* totals) {
+    Int4Sum<false>::start(zeros, totals);
     wide = splat_tile(0);
   }
   inline void next_run() {
     wide = wide + widened();
     narrow = splat_tile(0);
   }
-  inline TileF finish(TileI zero, Int4Total total) const {
-    return to_float(wide + widened() + (TileI)_mm256_madd_epi16((__m256i)zero, total));
+  inline TileF finish(TileI zeros, const int32_t* totals) const {
+    return to_float(wide + widened() + share(zeros, totals));
   }
 };
 

@@ -4,29 +4,27 @@
 
 typedef int16_t Shorts __attribute__((vector_size(16)));
 
+constexpr int kInt4Rows = kTileRows;
+constexpr int64_t kTotalWords = 1;  // minus the row's sum over the group
+
 struct Int4Value {
   Shorts even, odd;  // inputs 0 and 2, 1 and 3
 };
-using Int4Total = TileF;  // minus the row's sum over the group
-struct Int4Zeros {
-  TileI left, right;
-};
-
 inline Int4Value int4_value(const int32_t* at) {
   const Shorts pairs = (Shorts)splat_part(*at);
   return {(pairs << 8) >> 8, pairs >> 8};
 }
-inline Int4Total int4_total(const int32_t* at) { return splat_tile(static_cast<float>(*at)); }
-inline int32_t int4_total_word(int32_t total) { return total; }
-inline Int4Zeros int4_zeros(TileI words) {
-  return {words & splat_tile(0xf), shift_right<16>(words) & splat_tile(0xf)};
+template <int kShift>
+inline TileI int4_zeros(TileI words) {
+  return shift_right<kShift>(words) & splat_tile(0xf);
 }
+inline void store_total(int32_t total, int32_t* at) { *at = -total; }
 
 template <bool kLong>
 struct Int4Sum {
   TileI narrow;  // pairs of 16 bits
 
-  inline void start(TileI, const Int4Total&) { narrow = splat_tile(0); }
+  inline void start(TileI, const int32_t*) { narrow = splat_tile(0); }
   inline void add(TileI codes, const Int4Value& value) {
     narrow = {add_pairs(narrow.low, codes.low, value), add_pairs(narrow.high, codes.high, value)};
     keep(narrow.low);
@@ -35,9 +33,12 @@ struct Int4Sum {
   inline TileI widened() const {
     return shift_signed<16>(shift_left<16>(narrow)) + shift_signed<16>(narrow);
   }
-  // Integers below 2^24: exact as floats too.
-  inline TileF finish(TileI zero, const Int4Total& total) const {
-    return to_float(widened()) + to_float(zero) * total;
+  // Integers below 2^24: exact as floats, and quicker to multiply.
+  static inline TileF share(TileI zeros, const int32_t* totals) {
+    return to_float(zeros) * splat_tile(static_cast<float>(*totals));
+  }
+  inline TileF finish(TileI zeros, const int32_t* totals) const {
+    return to_float(widened()) + share(zeros, totals);
   }
 
  private:
@@ -52,16 +53,16 @@ template <>
 struct Int4Sum<true> : Int4Sum<false> {
   TileI wide;
 
-  inline void start(TileI zero, const Int4Total& total) {
-    Int4Sum<false>::start(zero, total);
+  inline void start(TileI zeros, const int32_t* totals) {
+    Int4Sum<false>::start(zeros, totals);
     wide = splat_tile(0);
   }
   inline void next_run() {
     wide = wide + widened();
     narrow = splat_tile(0);
   }
-  inline TileF finish(TileI zero, const Int4Total& total) const {
-    return to_float(wide + widened()) + to_float(zero) * total;
+  inline TileF finish(TileI zeros, const int32_t* totals) const {
+    return to_float(wide + widened()) + share(zeros, totals);
   }
 };
 

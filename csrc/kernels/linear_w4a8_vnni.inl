@@ -1,31 +1,33 @@
-// The bytes of W4A8 by vpdpbusd (AVX-512 VNNI): unsigned codes, signed activations, 32-bit sums
-// that start at the zero point's share.
+// The bytes of W4A8 by vpdpbusd (AVX-512 VNNI): unsigned codes times signed activations.
+//
+// A sum starts at what the zero point takes from it, -zero * sum_k a[m, k]. The multipliers are
+// busy, so that is not multiplied but looked up: a row holds the products of all 16 zero points,
+// and vpermd reads no more than 4 bits of a lane.
 
+constexpr int kInt4Rows = 7;  // 14 registers of group sums and 14 of sums over groups
+constexpr int64_t kTotalWords = 16;
 using Int4Value = TileI;
-using Int4Total = TileI;  // minus the row's sum over the group, in both halves of each lane
-struct Int4Zeros {
-  TileI left, right;  // in the half of a lane where the words have them
-};
 
 inline Int4Value int4_value(const int32_t* at) { return splat_tile(*at); }
-inline Int4Total int4_total(const int32_t* at) { return splat_tile(*at); }
-inline int32_t int4_total_word(int32_t total) { return (total & 0xffff) | total << 16; }
-inline Int4Zeros int4_zeros(TileI words) {
-  return {words & splat_tile(0xf), words & splat_tile(0xf0000)};
+template <int kShift>
+inline TileI int4_zeros(TileI words) {
+  if constexpr (kShift == 0) return words;
+  return shift_right<kShift>(words);
 }
+inline void store_total(int32_t total, int32_t* at) { store(at, indices() * splat(-total)); }
 
 template <bool kLong>
 struct Int4Sum {
   TileI sum;
 
-  inline void start(TileI zero, Int4Total total) {
-    sum = (TileI)_mm512_madd_epi16((__m512i)zero, (__m512i)total);
+  inline void start(TileI zeros, const int32_t* totals) {
+    sum = (TileI)_mm512_permutexvar_epi32((__m512i)zeros, _mm512_loadu_si512(totals));
   }
   inline void add(TileI codes, Int4Value value) {
     sum = (TileI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)value);
   }
   inline void next_run() {}
-  inline TileF finish(TileI, Int4Total) const { return to_float(sum); }
+  inline TileF finish(TileI, const int32_t*) const { return to_float(sum); }
 };
 
 // 16 codes -> 4 words.

@@ -34,16 +34,16 @@ struct W8A8Rows : Plain<Product> {
     return code_factor(row, count, scale);
   }
 
-  // Codes of the inputs begin..end-1 at `values`, `stride` words a step; returns where their sums
-  // start.
+  // Codes of the inputs begin..end-1 of row r of a tile, `stride` words a step; returns where their
+  // sums start.
   template <bool kNorm>
   static int32_t encode(const RowSource<kNorm>& row, float factor, int64_t begin, int64_t end,
-                        int32_t* values, int64_t stride) {
+                        int32_t* values, int64_t r, int64_t stride) {
     I32 sum = splat(0);
     each_group(begin, end, [&](int64_t k, int64_t count) {
       const I32 codes = codes_of(row.values(k, count), factor);
       if constexpr (Product::kSurplus != 0) sum = sum + codes;
-      Product::store_codes(codes, values + k / Product::kStepValues * stride, stride);
+      Product::store_codes(codes, values + k / Product::kStepValues * stride + r, stride);
     });
     return Product::kSurplus * reduce_add(sum);
   }
