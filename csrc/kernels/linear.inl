@@ -14,10 +14,11 @@
 // Memory. Weights are read once, as fast as DRAM gives them, if enough lines are in flight. The
 // core's own prefetcher has room for some 60 but loses a stream at the end of its page, and when
 // the results of many rows touch pages of their own; prefetch instructions have room for 20 to 30
-// but keep going. So up to 4 rows fetch every second line 4 KiB ahead into L2 and leave the rest to
-// the hardware; up to one tile, a slower consumer, fetches every line 6 KiB ahead; with more the
-// first two tiles at a block fetch half of the following block each, so that memory and multiplier
-// work at the same time. Threads own contiguous runs of blocks: prefetchers like long ones.
+// but keep going. So up to kHalfRows rows (4; in avx2, which multiplies slower, 1) fetch every
+// second line 4 KiB ahead into L2 and leave the rest to the hardware; up to one tile, a slower
+// consumer, fetches every line 6 KiB ahead; with more the first two tiles at a block fetch half of
+// the following block each, so that memory and multiplier work at the same time. Threads own
+// contiguous runs of blocks: prefetchers like long ones.
 //
 // Measured, tier avx512, on 2 cores of a Zen 4 server (read 36 GB/s, or 65 when the cores lie
 // apart; multiply 472 GMAC/s INT8, 236 BF16), weights from memory: shapes of a 1.5B model; of a

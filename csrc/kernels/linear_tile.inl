@@ -69,7 +69,7 @@ struct Plain {
   static constexpr int kRows = kTileRows;
   static constexpr int64_t kUnitValues = 16;
   // Whether tiles of so few rows leave every second line to the hardware.
-  static bool leaves_half(int64_t rows, int64_t) { return rows <= 4; }
+  static bool leaves_half(int64_t rows, int64_t) { return rows <= kHalfRows; }
   static constexpr int64_t unit_words() { return 16 / P::kStepValues; }
   static constexpr int64_t unit_bytes() { return unit_words() * P::kStepBytes; }
 

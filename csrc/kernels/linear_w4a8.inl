@@ -124,7 +124,7 @@ struct W4A8 {
   // Rows that do not stay in L1 make the hardware's prefetcher lose the weights: 2 rows of 4864
   // inputs took 43 ms for 10^9 weights, 24 with every line fetched.
   static bool leaves_half(int64_t rows, int64_t words) {
-    return rows <= 3 && rows * words * 4 <= 16 << 10;
+    return rows <= kInt4HalfRows && rows * words * 4 <= 16 << 10;
   }
   static constexpr int64_t unit_words() { return kTotalWords + kSize / 4; }
   static constexpr int64_t unit_bytes() { return kWordBytes + kSize * kTileOutputs / 2; }

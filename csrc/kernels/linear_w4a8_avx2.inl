@@ -2,7 +2,7 @@
 // most 2 * 15 * 127 = 3810 together, in 16 bits. 8 steps fit there, 32 inputs, so only every eighth
 // sum is widened.
 
-constexpr int kInt4Rows = kTileRows;
+constexpr int kInt4Rows = kTileRows, kInt4HalfRows = 1;
 constexpr int64_t kTotalWords = 1;  // minus the row's sum over the group
 using Int4Value = __m256i;
 

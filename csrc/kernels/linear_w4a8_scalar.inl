@@ -4,7 +4,7 @@
 
 typedef int16_t Shorts __attribute__((vector_size(16)));
 
-constexpr int kInt4Rows = kTileRows;
+constexpr int kInt4Rows = kTileRows, kInt4HalfRows = 1;
 constexpr int64_t kTotalWords = 1;  // minus the row's sum over the group
 
 struct Int4Value {

@@ -5,6 +5,7 @@
 // and vpermd reads no more than 4 bits of a lane.
 
 constexpr int kInt4Rows = 7;  // 14 registers of group sums and 14 of sums over groups
+constexpr int kInt4HalfRows = 3;
 constexpr int64_t kTotalWords = 16;
 using Int4Value = TileI;
 

@@ -5,6 +5,7 @@
 typedef float FloatPart __attribute__((vector_size(32)));
 typedef int32_t IntPart __attribute__((vector_size(32)));
 
+constexpr int kHalfRows = 1;  // up to so many rows a product fetches every second line
 constexpr int kTileRows = 6;  // rows of a product's tile: 12 registers of sums, 2 of weights
 
 // Attention, as in avx512.inl.

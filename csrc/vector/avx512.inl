@@ -12,6 +12,7 @@ using F16 = __m512;
 using I32 = __v16si;  // as __m512i (of 64-bit lanes) GCC 12 would copy and spill every sum
 using Mask = __mmask16;
 
+constexpr int kHalfRows = 4;        // up to so many rows a product fetches every second line
 constexpr int kTileRows = 14;       // rows of a product's tile: 28 registers of sums,
 constexpr int kTileOutputs = 32;    // 2 of weights and 1 of values
 

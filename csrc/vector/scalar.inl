@@ -3,6 +3,7 @@
 typedef float FloatPart __attribute__((vector_size(16)));
 typedef int32_t IntPart __attribute__((vector_size(16)));
 
+constexpr int kHalfRows = 1;  // up to so many rows a product fetches every second line
 constexpr int kTileRows = 2;  // rows of a product's tile: 8 of 16 registers for sums
 
 constexpr bool kMultipliesPairs = false;

@@ -130,7 +130,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rows: sl
     seed=st.integers(0, 1 << 20),
     group_size=st.sampled_from(GROUP_SIZES),
 )
-@settings(max_examples=180)
+@settings(max_examples=90)
 def test_odd_shapes_agree_with_the_twin(
     tier: str,
     precision: str,
