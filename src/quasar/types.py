@@ -157,6 +157,6 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason = "length"
+    stats: GenerationStats = field(default_factory=GenerationStats)
     error: Exception | None = None
     """Why it ended with the reason `error`."""
-    stats: GenerationStats = field(default_factory=GenerationStats)

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+import tiny_files
+
 import tiny
 from byte_tokenizer import VOCABULARY, write_tokenizer
 from hub_server import Hub, read_files
@@ -100,9 +104,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def gguf_file(tmp_path: Path) -> bytes:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-    import tiny_files
-
     return tiny_files.write_gguf(tmp_path / "x.gguf").read_bytes()
 
 
@@ -144,9 +145,6 @@ def test_every_command_takes_a_hub_id(hub, quasar, files, tmp_path):
 
 
 def sharded(tmp_path: Path) -> dict[str, bytes]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-    import tiny_files
-
     return read_files(tiny_files.write_sharded(tmp_path / "sharded"))
 
 

@@ -177,7 +177,9 @@ def test_info_refuses_names_of_nothing(name, code, named, quasar):
 
 
 def test_control_characters_of_a_config_stay_out_of_the_message(quasar, tmp_path):
-    tiny.write_folder(tmp_path, "llama", **{"\x1b]0;title\x07key\x9b": 1})
+    tiny.write_folder(tmp_path, "llama")
     write_tokenizer(tmp_path)
+    config = tiny.CONFIGS["llama"] | {"\x1b]0;title\x07key\x9b": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     result = quasar("info", tmp_path)
     assert result.code == 1 and r"'\x1b]0;title\x07key\x9b'=1 is not known" in result.error

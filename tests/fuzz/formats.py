@@ -15,14 +15,13 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).pare
 
 import tiny_files  # noqa: E402
 from mutations import (  # noqa: E402
-    COMPONENTS,
-    VALUES,
     blind,
     gguf_fields,
     mutate_gguf,
     mutate_json,
     mutate_safetensors,
     mutate_template,
+    mutate_tokenizer,
 )
 
 Mutation = Callable[[bytes, random.Random], bytes]
@@ -104,27 +103,25 @@ def make_formats(folder: Path) -> dict[str, Format]:
     return {
         "safetensors": entry(plain, "model.safetensors", mutate_safetensors, 0.4),
         "shard": entry(sharded, "model-00001-of-00002.safetensors", mutate_safetensors, 0.4),
-        "index": entry(sharded, "model.safetensors.index.json", json_mutation(), 0.3),
+        "index": entry(sharded, "model.safetensors.index.json", json_mutation, 0.3),
         "int8": entry(compressed, "model.safetensors", mutate_safetensors, 0.4),
-        "int8 config": entry(compressed, "config.json", json_mutation(), 0.2),
+        "int8 config": entry(compressed, "config.json", json_mutation, 0.2),
         "gguf": gguf_entry(gguf),
         "gguf sentencepiece": gguf_entry(sentencepiece),
-        "config": entry(plain, "config.json", json_mutation(), 0.2),
-        "generation_config": entry(plain, "generation_config.json", json_mutation(), 0.2),
-        "tokenizer": entry(plain, "tokenizer.json", json_mutation(COMPONENTS), 0.2),
+        "config": entry(plain, "config.json", json_mutation, 0.2),
+        "generation_config": entry(plain, "generation_config.json", json_mutation, 0.2),
+        "tokenizer": entry(plain, "tokenizer.json", mutate_tokenizer, 0.2),
         "tokenizer_config": entry(
-            plain, "tokenizer_config.json", json_mutation(), 0.2, renders=True, share=0.3
+            plain, "tokenizer_config.json", json_mutation, 0.2, renders=True, share=0.1
         ),
         "template": entry(
-            plain, "chat_template.jinja", template_mutation, 0.0, renders=True, share=0.2
+            plain, "chat_template.jinja", template_mutation, 0.0, renders=True, share=0.15
         ),
     }
 
 
-def json_mutation(more: tuple = ()) -> Mutation:
-    # The format's own values as often as the general ones.
-    palette = (*VALUES, *more * 2)
-    return lambda data, rng: mutate_json(json.loads(data), rng, palette)
+def json_mutation(data: bytes, rng: random.Random) -> bytes:
+    return mutate_json(json.loads(data), rng)
 
 
 def template_mutation(data: bytes, rng: random.Random) -> bytes:

@@ -146,6 +146,27 @@ def _text(value: Any, rng: random.Random) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
+def mutate_tokenizer(data: bytes, rng: random.Random) -> bytes:
+    """Other parts in place of a tokenizer's own, and other values anywhere."""
+    layout = json.loads(data)
+    for _ in range(rng.choice((0, 1, 1, 1, 2))):
+        part, chosen = rng.choice(TOKENIZER_PARTS), copy.deepcopy(rng.choice(COMPONENTS))
+        layout[part] = [*layout[part], chosen] if part == "added_tokens" else chosen
+    if rng.random() < 0.6:
+        return json.dumps(layout).encode()
+    return mutate_json(layout, rng, (*VALUES, *COMPONENTS * 2))
+
+
+TOKENIZER_PARTS = (
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+    "added_tokens",
+)
+
+
 def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
     """The header changed as JSON, its length right or wrong."""
     length = int.from_bytes(data[:8], "little")

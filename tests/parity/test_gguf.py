@@ -1,4 +1,4 @@
-"""GGUF files of every family, written as llama.cpp's converter does, against the folder's logits."""
+"""GGUF files of every family, made as llama.cpp's converter does: the logits of the folder."""
 
 from __future__ import annotations
 
@@ -53,16 +53,29 @@ CASES = [(family, "plain", PUBLISHED.get(family, {})) for family in sorted(ARCHI
     ("qwen2", "yarn", {"rope_scaling": YARN | {"beta_fast": 16}}),
     ("phi3", "window", {"sliding_window": 24}),
     ("phi3", "unscaled", {"rope_scaling": None, "partial_rotary_factor": 1.0}),
-    ("gemma3_text", "27b", PUBLISHED["gemma3_text"] | {"num_hidden_layers": 62,
-     "query_pre_attn_scalar": 12, "hidden_size": 48, "intermediate_size": 16}),
+    (
+        "gemma3_text",
+        "27b",
+        PUBLISHED["gemma3_text"]
+        | {
+            "num_hidden_layers": 62,
+            "query_pre_attn_scalar": 12,
+            "hidden_size": 48,
+            "intermediate_size": 16,
+        },
+    ),
 ]
 
 
-@pytest.mark.parametrize(("family", "name", "change"), CASES, ids=[f"{c[0]}, {c[1]}" for c in CASES])
+@pytest.mark.parametrize(
+    ("family", "name", "change"), CASES, ids=[f"{c[0]}, {c[1]}" for c in CASES]
+)
 def test_gguf_computes_what_the_folder_does(tmp_path, family, name, change):
     folder = tiny.write_folder(tmp_path / "model", family, seed=3, **change)
     source = open_checkpoint(folder)
-    file = open_checkpoint(write_gguf(tmp_path / "model.gguf", folder, tiny.CONFIGS[family] | change))
+    file = open_checkpoint(
+        write_gguf(tmp_path / "model.gguf", folder, tiny.CONFIGS[family] | change)
+    )
     config = parse_config(file.config)
     check_model(file, config)
     for tensor in source.names():
@@ -130,9 +143,7 @@ def add_longrope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
     if scaling is not None:
         ratio = config["max_position_embeddings"] / original
-        writer.add_rope_scaling_attn_factors(
-            math.sqrt(1 + math.log(ratio) / math.log(original))
-        )
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(ratio) / math.log(original)))
         for length in ("long", "short"):
             values = np.array(scaling[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", values)

@@ -66,9 +66,7 @@ VARIANTS = {
         "no scaling": {"rope_scaling": None},
         "whole heads": {"rope_scaling": None, "partial_rotary_factor": 1.0},
         "window": {"sliding_window": 24},
-        "attention factor": {
-            "rope_scaling": tiny.PHI3["rope_scaling"] | {"attention_factor": 1.5}
-        },
+        "attention factor": {"rope_scaling": tiny.PHI3["rope_scaling"] | {"attention_factor": 1.5}},
         "short": {"max_position_embeddings": 128, "original_max_position_embeddings": 128},
     },
     "gemma3_text": {**WIDE, "nested rope": NESTED},

@@ -201,7 +201,10 @@ def _yarn_too(writer: gguf.GGUFWriter) -> None:
         (_frequencies(600), "rope_freqs.weight' has 600"),
         (_frequencies(4, np.float16), "rope_freqs.weight' is not a vector of F32"),
         (_yarn_too, "rope factors.*yarn"),
-        (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(4, np.float32)), "rope factors"),
+        (
+            lambda w: w.add_tensor("rope_factors_long.weight", np.ones(4, np.float32)),
+            "rope factors",
+        ),
         (lambda w: w.add_sliding_window_pattern(6), "sliding_window_pattern"),
         (lambda w: w.add_expert_count(8), "mixture of experts"),
         (lambda w: w.add_logit_scale(0.5), "logit_scale"),

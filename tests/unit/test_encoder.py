@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,7 @@ def test_hostile_tokenizers(
     "parts",
     [
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAKYgbbcC/waEUPAU"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAAAAA=="}},
         {
             "model": {
                 **{"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
@@ -109,16 +112,21 @@ def test_hostile_tokenizers(
             }
         },
     ],
-    ids=["charsmap", "prefix"],
+    ids=["charsmap", "4 GiB", "prefix"],
 )
 def test_panics_while_loading_are_one_error(
     tmp_path: Path, parts: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_files.write_folder(tmp_path)
-    (folder / "tokenizer.json").write_text(layout(**parts))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is malformed: ") as error:
+    text = layout(**parts)
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json (is malformed|failed|was stopped): "
+    ) as error:
         load_tokenizer(open_checkpoint(folder))
     assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError):
+        parse(text.replace("Precompiled", "Pre\\u0063ompiled"), "tokenizer.json")
     assert capfd.readouterr().err == ""
 
 
@@ -153,3 +161,13 @@ def test_tokenizers_that_unfold(tmp_path: Path) -> None:
         parse('{"model":{"merges":[' + merges + "]}}", "tokenizer.json")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json holds too much"):
         parse('{"added_tokens":[{"content":"' + "x" * 2_000_000 + '"}]}', "tokenizer.json")
+
+
+def test_loading_without_a_standard_error() -> None:
+    script = (
+        "import os, sys, tokenizers; from quasar.text.encoder import parse\n"
+        "text = sys.stdin.read(); os.close(2); parse(text, 'x'); print('parsed')"
+    )
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, input=layout(), capture_output=True, text=True)
+    assert found.stdout == "parsed\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from quasar.checkpoints import check_tensors, open_checkpoint
 from quasar.errors import CheckpointError
+from quasar.files import SPARE_BYTES, read_json
 from quasar.models.families import parse_config
 from quasar.text.tokenizer import load_tokenizer
 
@@ -473,3 +475,165 @@ def test_huge_token_ids_are_refused(tmp_path: Path) -> None:
     layout["model"]["vocab"]["zz"] = 2**32 - 2
     tiny_files.write_json(folder / "tokenizer.json", layout)
     refused(folder, "token id 4294967294 is too large")
+
+
+def peak_of(load_file: Callable[[], object]) -> int:
+    """Bytes that Python took at most while the file was refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            load_file()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "values", [b"[],", b"{},", b"1.5,", b'"ab",', b'{"a":1},'], ids=lambda value: value.decode()
+)
+def test_json_does_not_unfold(tmp_path: Path, values: bytes) -> None:
+    """Objects can take twenty times the text: refused where that would be much."""
+    path, size = tmp_path / "config.json", 15 << 20
+    path.write_bytes(b'{"a":[' + values * (size // len(values)) + b"1]}")
+    assert peak_of(lambda: open_checkpoint(tmp_path)) < 2 * size + SPARE_BYTES
+
+
+def test_a_short_json_may_unfold(tmp_path: Path) -> None:
+    path, size = tmp_path / "x.json", 4 << 20
+    path.write_bytes(b"[" + b"[]," * (size // 3) + b"1]")
+    assert peak_of(lambda: read_json(path)) < 2 * size + SPARE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kind", "item", "count"),
+    [(0, b"\1", 7 << 20), (3, b"\xff\x7f", 7 << 20), (8, bytes(8), 5 << 20), (7, b"\1", 9 << 20)],
+    ids=["uint8", "int16", "string", "bool"],
+)
+def test_gguf_lists_do_not_unfold(tmp_path: Path, kind: int, item: bytes, count: int) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(file([ARCHITECTURE, array("a", kind, count) + item * count], []))
+    with pytest.raises(CheckpointError, match="more memory than twice the file"):
+        open_checkpoint(path)
+    assert peak_of(lambda: open_checkpoint(path)) < 2 * path.stat().st_size + SPARE_BYTES
+
+
+def test_gguf_texts_do_not_unfold(tmp_path: Path) -> None:
+    """One character beyond the Basic Multilingual Plane makes all the others take four bytes."""
+    path = tmp_path / "x.gguf"
+    path.write_bytes(file([ARCHITECTURE, string_entry("a", "\U0001f600" + "x" * (80 << 20))], []))
+    assert peak_of(lambda: open_checkpoint(path)) < 2 * path.stat().st_size + SPARE_BYTES
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', '{"\\udfff": 1}'])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_half_a_surrogate_pair(tmp_path: Path, name: str, value: str) -> None:
+    """No file name, token or message can hold it."""
+    folder = tiny_files.write_folder(tmp_path)
+    (folder / name).write_text(f'{{"eos_token": {value}}}')
+    refused(folder, f"{name} holds half of a surrogate pair")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_links_out_of_a_folder_are_refused(tmp_path: Path, name: str) -> None:
+    """A cloned repository can hold them; a template ends up in prompts and in quantised copies."""
+    secret = tmp_path / "secret"
+    folder = tiny_files.write_folder(tmp_path / "model")
+    secret.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"secret")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    opened = watch_opened()
+    refused(folder, f"{name} is a link out of the model's folder, to {secret}")
+    assert not [path for path in opened if path.endswith((f"/{name}", "secret"))]
+
+
+def test_links_inside_a_folder_and_in_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    cache = tmp_path / "models--a--b"
+    folder = tiny_files.write_folder(cache / "snapshots" / "0123")
+    (cache / "blobs").mkdir()
+    for number, link in enumerate(sorted(folder.iterdir())):
+        link.rename(cache / "blobs" / str(number))
+        link.symlink_to(f"../../blobs/{number}")
+    (folder / "again").symlink_to("config.json")
+    load(folder)
+    assert read_json(folder / "again")["hidden_size"] == 32
+
+
+def test_only_files_of_the_model_are_opened(tmp_path: Path) -> None:
+    """No pickle and no code; modules are imported by the first load."""
+    folder = tiny_files.write_folder(tmp_path / "model")
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    (folder / "modeling_tiny.py").write_text("raise SystemExit")
+    load(folder)
+    opened = watch_opened()
+    load(folder)
+    read = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    expected = {str(folder / name) for name in (*read, "tokenizer_config.json")}
+    assert set(opened) - {os.devnull} == expected
+
+
+_watched: list[list[str]] = []
+"""Hooks stay for the life of a process, so there is one."""
+
+
+def watch_opened() -> list[str]:
+    """Paths that are opened from now on, in this test."""
+    if not _watched:
+        sys.addaudithook(
+            lambda event, args: (
+                _watched[-1].append(args[0])
+                if event == "open" and isinstance(args[0], str)
+                else None
+            )
+        )
+    _watched.append([])
+    return _watched[-1]
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_a_folder_of_pickles_without_a_config(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    refused(tmp_path, f"holds its weights in {name}, a pickle .* convert the model to safetensors")
+
+
+def test_an_index_of_pickles(tmp_path: Path) -> None:
+    folder = tiny_files.write_sharded(tmp_path)
+    index = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
+    tiny_files.write_json(folder / "model.safetensors.index.json", index)
+    refused(folder, r"'pytorch_model-00001-of-00001\.bin' is not a safetensors file")
+
+
+def sentencepiece(path: Path, tokens: list[str], scores: list[float]) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tensor("token_embd.weight", np.ones((len(tokens), 32), np.float32))
+    tiny_files.finish_gguf(writer)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scores", "named"),
+    [
+        (["<unk>", "<s>", "</s>", "x" * 2_000_000], [0.0, 0.0, 0.0, -1.0], "is too long"),
+        (["<unk>", "<s>", "</s>", "a"], [0.0, 0.0, 0.0, float("nan")], "scores holds NaN"),
+    ],
+    ids=["quadratic", "nan"],
+)
+def test_pieces_that_cannot_be_merged(
+    tmp_path: Path, tokens: list[str], scores: list[float], named: str
+) -> None:
+    checkpoint = open_checkpoint(sentencepiece(tmp_path / "x.gguf", tokens, scores))
+    with pytest.raises(CheckpointError, match=named):
+        load_tokenizer(checkpoint)
+
+
+def test_messages_are_one_line_of_bounded_length(tmp_path: Path) -> None:
+    name = "line\nend" + "x" * 100_000
+    folder = tiny_files.write_folder(tmp_path, config={**tiny_files.CONFIG, name: 1})
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    assert len(str(error.value)) < 1100 and "\n" not in str(error.value)

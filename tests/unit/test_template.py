@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -31,6 +32,25 @@ HOSTILE = {
     "mutation": "{{ messages.append(1) }}",
     "include": "{% include '/etc/passwd' %}",
     "import": "{% import 'os' as os %}{{ os.system('id') }}",
+    "long list": "{{ [0] * 10**9 }}",
+    "joined": "{{ ['b' * 10**6] | list | join('') * 10**4 }}",
+    "many joined": "{{ range(99999) | join('x' * 99999) }}",
+    "centred": "{{ 'a' | center(10**9) }}",
+    "indented": "{{ messages | tojson(indent=10**9) }}{{ {'a': 1} | tojson(indent=10**9) }}",
+    "replaced": "{{ ('x' * 10**5) | replace('', 'y' * 10**5) }}",
+    "doubled": "{% set ns = namespace(a='x') %}{% for i in range(99) %}{% set ns.a = ns.a ~ ns.a %}"
+    "{% endfor %}{{ ns.a }}",
+    "width": "{{ '%*d' % (10**9, 1) }}",
+    "deep": "{{ " + "(" * 9999 + ")" * 9999 + " }}",
+    "surrogates": "{{ '\\ud800' }}",
+    "CVE-2016-10745": "{{ '{0.__class__.__base__}'.format(1) }}",
+    "CVE-2019-10906": "{{ '{a.__class__.__base__}'.format_map({'a': 1}) }}",
+    "CVE-2024-34359": "{% for x in ().__class__.__base__.__subclasses__() %}"
+    "{% if 'warning' in x.__name__ %}{{ x()._module.__builtins__['__import__']('os').popen('id') }}"
+    "{% endif %}{% endfor %}",
+    "CVE-2024-56326": "{% set f = '{0.__class__.__base__}'.format %}{{ f(1) }}",
+    "CVE-2025-27516": "{{ ('{0.__class__.__base__}' | attr('format'))(1) }}",
+    "cycler": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
     "syntax": "{% for %}",
     "unknown filter": "{{ 1|no_such_filter }}",
 }
@@ -91,6 +111,35 @@ def test_the_process_is_kept_and_replaced_after_a_stop() -> None:
     with pytest.raises(CheckpointError):
         template.render({"slow": True, "text": "three"})
     assert template.render({"slow": False, "text": "four\u2028\n"}) == "four\u2028\n"
+
+
+def test_the_process_has_no_secrets_and_opens_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    template = ChatTemplate("{{ x }}")
+    template.render({"x": 1})
+    child = template._process._child
+    assert child is not None
+    process = Path("/proc") / str(child.pid)
+    assert b"hf_secret" not in (process / "environ").read_bytes()
+    assert re.search(r"Max open files +3 +3 ", (process / "limits").read_text())
+    assert os.readlink(process / "fd" / "2") == "/dev/null"
+
+
+def test_every_filter_works_without_opening_files() -> None:
+    """Jinja imports some modules on first use."""
+    from jinja2.filters import FILTERS
+
+    calls = [f"{{{{ x | {name} }}}}" for name in sorted(FILTERS)]
+    template = ChatTemplate(
+        "{% if false %}{% elif n == 0 %}"
+        + "".join(f"{{% elif n == {i + 1} %}}{call}" for i, call in enumerate(calls))
+        + "{% endif %}"
+    )
+    for index in range(len(calls)):
+        try:
+            template.render({"n": index + 1, "x": "a"})
+        except CheckpointError as error:
+            assert "open files" not in str(error) and "stopped" not in str(error), calls[index]
 
 
 def test_long_conversations_fit() -> None:

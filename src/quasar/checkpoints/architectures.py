@@ -61,9 +61,7 @@ class Architecture:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(
-        "llama", "LlamaForCausalLM", bias_key="attention_bias", interleaved=True
-    ),
+    "llama": Architecture("llama", "LlamaForCausalLM", bias_key="attention_bias", interleaved=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", bias_key="attention_bias"),
     "pangu-embedded": Architecture("PanguEmbedded", "PanguEmbeddedForCausalLM", bias_key="bias"),

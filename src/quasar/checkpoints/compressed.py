@@ -23,6 +23,7 @@ _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _WEIGHTS = {**_INT8, "strategy": "channel", "dynamic": False}
 _ACTIVATIONS = {**_INT8, "strategy": "token", "dynamic": True}
 _SCALE = ".weight_scale"
+_MAX_PATTERNS = 64
 _SAFE_PATTERN = re.compile(r"re:\^?(?:\.\*)?(?:[\w-]|\\?\.)*(?:\.\*)?\$?")
 """Names with `.*` at either end. A free regular expression could take for ever to match."""
 
@@ -37,7 +38,9 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
         where = f"{path / 'config.json'}: quantization_config"
         if not isinstance(quantization, dict):
             raise CheckpointError(f"{where} is not an object")
-        self._ignore = _check_scheme(quantization, where)
+        ignore = _check_scheme(quantization, where)
+        self._ignore = frozenset(ignore)
+        self._ignore_patterns = [i.removeprefix("re:") for i in ignore if i.startswith("re:")]
         super().__init__(path, config)
         self.quantization = quantization
         self._names = tuple(n for n in self._names if not n.endswith(_SCALE))
@@ -95,12 +98,7 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
         )
 
     def _ignored(self, module: str) -> bool:
-        for pattern in self._ignore:
-            if pattern == module or (
-                pattern.startswith("re:") and re.match(pattern.removeprefix("re:"), module)
-            ):
-                return True
-        return False
+        return module in self._ignore or any(re.match(p, module) for p in self._ignore_patterns)
 
 
 def _check_scheme(quantization: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -125,6 +123,8 @@ def _check_scheme(quantization: Mapping[str, Any], where: str) -> tuple[str, ...
     ignore = quantization.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
         raise CheckpointError(f"{where}: ignore is not a list of names")
+    if sum(item.startswith("re:") for item in ignore) > _MAX_PATTERNS:
+        raise CheckpointError(f"{where}: ignore has more than {_MAX_PATTERNS} patterns")
     for item in ignore:
         if item.startswith("re:") and not _SAFE_PATTERN.fullmatch(item):
             raise CheckpointError(f"{where}: ignore pattern {item!r} is not supported")

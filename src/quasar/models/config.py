@@ -67,9 +67,7 @@ class ModelConfig:
     def parameters(self) -> int:
         """Weights of embedding, linears and norms; a tied head is counted once."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        linears = self.hidden_size * (
-            qkv + self.heads * self.head_dim + 3 * self.intermediate_size
-        )
+        linears = self.hidden_size * (qkv + self.heads * self.head_dim + 3 * self.intermediate_size)
         norms = self.hidden_size * (4 if self.output_norms else 2)
         heads = 2 * self.head_dim if self.qk_norm else 0
         tables = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)

@@ -142,6 +142,7 @@ class Decoder:
             backend.linear_add,
             backend.attend,
         )
+        linear, norm_add = backend.linear, backend.norm_add
         space, specs, storage = self._workspace, cache.specs, cache.layers
         x, qkv, attention, inner, y = space.x, space.qkv, space.attention, space.hidden, space.y
         self._embed(batch.tokens, x.tensor[:rows])
@@ -154,14 +155,14 @@ class Decoder:
             if layer.o_norm is None:
                 linear_add(rows, attention, layer.o, x)
             else:
-                backend.linear(rows, attention, layer.o, y)
-                backend.norm_add(rows, y, layer.o_norm, eps, x)
+                linear(rows, attention, layer.o, y)
+                norm_add(rows, y, layer.o_norm, eps, x)
             norm_gated(rows, x, layer.post_norm, eps, layer.gate_up, inner)
             if layer.down_norm is None:
                 linear_add(rows, inner, layer.down, x)
             else:
-                backend.linear(rows, inner, layer.down, y)
-                backend.norm_add(rows, y, layer.down_norm, eps, x)
+                linear(rows, inner, layer.down, y)
+                norm_add(rows, y, layer.down_norm, eps, x)
             if index in hidden:
                 states[index] = x.tensor[:rows].clone()
         return x, [states[index] for index in hidden]
@@ -251,13 +252,13 @@ def _load_layer(
                 "one precision"
             )
     rows = {name: _row(norms[name]) for name in norms}
-    activation = () if config.activation == "silu" else (config.activation,)
+    gate, up = groups["gate_up"]
     return DecoderLayer(
         input_norm=rows[INPUT_NORM],
         qkv=backend.pack(concatenate(groups["qkv"])),
         o=backend.pack(*groups["o"]),
         post_norm=rows[POST_NORM],
-        gate_up=backend.pack_gated(*groups["gate_up"], *activation),
+        gate_up=backend.pack_gated(gate, up, config.activation),
         down=backend.pack(*groups["down"]),
         q_norm=norms.get(Q_NORM),
         k_norm=norms.get(K_NORM),

@@ -1,8 +1,8 @@
 """How rotary frequencies are stretched to reach beyond the context a model was first trained on.
 
-Each kind turns the plain frequencies theta^(-2i/R) [R / 2] fp64 into its own, and may scale cosines
-and sines by `attention_factor`. `context` is the length the model is set up for, not that of a text: the
-frequencies of a key that is already in the cache must never change.
+Each kind turns the plain frequencies theta^(-2i/R), [R / 2] fp64, into its own, and may scale
+cosines and sines by `attention_factor`. `context` is the length that the model is set up for, not
+that of a text: the angle of a key in the cache must never change.
 """
 
 from __future__ import annotations

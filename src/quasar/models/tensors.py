@@ -125,9 +125,7 @@ def read_linears(
     prefix, shapes = layer_prefix(index), linear_shapes(config)
     fused = config.layout.fused
     inside = {part for parts in fused.values() for part in parts}
-    linears = {
-        name: checkpoint.linear(prefix + name) for name in LINEARS if name not in inside
-    }
+    linears = {name: checkpoint.linear(prefix + name) for name in LINEARS if name not in inside}
     for module, parts in fused.items():
         whole, start = checkpoint.linear(prefix + module), 0
         for part in parts:

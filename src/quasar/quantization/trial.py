@@ -108,7 +108,8 @@ class Trial:
         rtn = relative_errors(tensors, plain, {}, sample, self.config)
         smoothed = {name for group in scales for name in GROUPS[group]}
         self.errors += [
-            LinearError(layer_prefix(index) + name, name in smoothed, recipe[name], rtn[name]) for name in rtn
+            LinearError(layer_prefix(index) + name, name in smoothed, recipe[name], rtn[name])
+            for name in rtn
         ]
         return quantized
 

@@ -7,6 +7,7 @@ forty times, and parts whose library panics. Such a tokenizer works in a confine
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,9 @@ _LONG_TEXT = 1 << 19
 """Characters without a quotation mark between them; an added token's take 75 bytes each."""
 _MEMORY_A_BYTE = 32
 """Of tokenizer.json, as a tokenizer in memory."""
+_SUSPECT = re.compile(r"Precompiled|\\u00[4-7]")
+"""A map of characters whose length the library believes: it allocates up to 4 GiB, or ends the
+process if it cannot. Also letters written as escapes, which could spell that name."""
 _PARTS = 32
 """Steps of a normaliser or pre-tokeniser, in real files at most a dozen."""
 _PLAIN = frozenset(
@@ -45,9 +49,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._process: Confined | None = None
         if not is_harmless(tokenizer):
-            layout = tokenizer.to_str()
-            memory = _MEMORY_BYTES + _MEMORY_A_BYTE * len(layout)
-            self._process = Confined("the tokenizer", __name__, memory, {"tokenizer": layout})
+            self._process = _confined("the tokenizer", tokenizer.to_str())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """CheckpointError if the tokenizer fails, or takes far more time than any real one."""
@@ -66,8 +68,15 @@ def parse(text: str, where: str) -> tokenizers.Tokenizer:
         raise CheckpointError(
             f"{where} holds too much: {memory >> 20} MiB as a tokenizer, or a too long text"
         )
+    if _SUSPECT.search(text):
+        _confined(where, text).ask({"text": "", "add_special_tokens": False}, _CPU_SECONDS)
     with contained(f"{where} is malformed"):
         return _parse(text)
+
+
+def _confined(what: str, text: str) -> Confined:
+    memory = _MEMORY_BYTES + _MEMORY_A_BYTE * len(text)
+    return Confined(what, __name__, memory, {"tokenizer": text})
 
 
 def _parse(text: str) -> tokenizers.Tokenizer:

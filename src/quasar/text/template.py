@@ -101,7 +101,9 @@ def _environment() -> Any:
 
 def _warm_up(environment: Any) -> None:
     """Whatever is imported or read on first use, while files can still be opened."""
+    import html  # noqa: F401
     import pprint  # noqa: F401
+    import textwrap  # noqa: F401
 
     import jinja2.debug
 

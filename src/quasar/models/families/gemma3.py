@@ -70,7 +70,10 @@ def _windows(reader: ConfigReader, layers: int) -> tuple[int, ...]:
 def _rope(reader: ConfigReader, head_dim: int) -> tuple[Rope, float]:
     """Settings of the layers that see everything, and the base of those with a window."""
     nested = reader.optional("rope_parameters") or {}
-    if not isinstance(nested, Mapping) or not set(nested) <= {"full_attention", "sliding_attention"}:
+    if not isinstance(nested, Mapping) or not set(nested) <= {
+        "full_attention",
+        "sliding_attention",
+    }:
         raise CheckpointError(
             f"config: rope_parameters={nested!r} is not an object by kind of attention"
         )

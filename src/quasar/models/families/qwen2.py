@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quasar.models.config import ModelConfig
-from quasar.models.families.base import MAX_CONTEXT, ConfigReader
+from quasar.models.families.base import ConfigReader
+from quasar.models.families.rope import MAX_CONTEXT
 
 MODEL_TYPES = ("qwen2",)
 

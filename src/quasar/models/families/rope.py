@@ -18,7 +18,6 @@ from quasar.models.scaling import (
 
 MAX_CONTEXT = 1 << 24
 _MAX_FACTOR = 1e6
-_SPELLINGS = {"type": "rope_type"}
 
 
 class Rope(TypedDict):
@@ -45,7 +44,8 @@ class RopeReader:
         if not isinstance(part, Mapping):
             raise CheckpointError(f"config: {where}={part!r} is not an object")
         for key, value in part.items():
-            self.add(f"{where}.{key}" if where else key, _SPELLINGS.get(key, key), value)
+            name = f"{where}.{key}" if where else str(key)
+            self.add(name, "rope_type" if key == "type" else str(key), value)
 
     def add(self, name: str, key: str, value: Any) -> None:
         """One setting that the config has at `name`; None says nothing."""
@@ -170,7 +170,9 @@ class RopeReader:
     def _number(self, key: str, least: float, most: float, default: float | None = None) -> float:
         name, value = self._take(key, default)
         if type(value) not in (int, float) or not least <= value <= most:
-            raise CheckpointError(f"config: {name}={value!r} is not a finite number from {least:g} to {most:g}")
+            raise CheckpointError(
+                f"config: {name}={value!r} is not a finite number from {least:g} to {most:g}"
+            )
         return float(value)
 
     def _flag(self, key: str, default: bool) -> bool:
