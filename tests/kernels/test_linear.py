@@ -228,6 +228,15 @@ def test_stacked_w4a8_linears_are_one(tier: str, group_size: int) -> None:
     assert torch.equal(found.tensor, torch.cat([out.tensor for out in alone], dim=1))
 
 
+@tiers
+@pytest.mark.parametrize(("group_size", "bits"), [(32, 4.5), (64, 4.25), (128, 4.125)])
+def test_w4a8_takes_16_bits_beside_the_codes_of_a_group(
+    tier: str, group_size: int, bits: float
+) -> None:
+    weight = random_int4(96, 512, group_size, torch.Generator())
+    assert native(tier, 1).pack(weight).nbytes == 96 * 512 * bits / 8
+
+
 @pytest.mark.parametrize("tier", [*TIERS_HERE, "reference"])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -298,9 +307,7 @@ def test_a_norm_is_added(tier: str, rows: int, columns: int) -> None:
 @tiers
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-38, 3e38], ids=str)
 @pytest.mark.parametrize("precision", ["w8a8", "w4a8"])
-def test_extreme_inputs_quantise_as_the_twin_does(
-    tier: str, value: float, precision: str
-) -> None:
+def test_extreme_inputs_quantise_as_the_twin_does(tier: str, value: float, precision: str) -> None:
     """A row of zeros, of denormals, of the largest numbers."""
     case = Case.make(precision, 3, 33, 64, bias=False)
     case.x = value * torch.sign(case.x)

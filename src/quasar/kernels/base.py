@@ -85,7 +85,9 @@ class Int4Weight:
             raise ValueError("a W4A8 weight has codes or zero points above 15")
         # Sign, 8 bits of exponent and 4 of mantissa; an exponent of 0 or 255 is no normal number.
         words = self.scale.view(torch.int32)
-        if bool(((words & 0x7FFFF) != 0).any() or (words < 1 << 23).any() or (words >= 255 << 23).any()):
+        if bool(
+            ((words & 0x7FFFF) != 0).any() or (words < 1 << 23).any() or (words >= 255 << 23).any()
+        ):
             raise ValueError(
                 "a W4A8 weight has scales that are not positive, normal and of 5 significant bits"
             )
@@ -111,11 +113,11 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
         return DenseWeight(torch.cat([w.weight for w in dense]), bias)
     int8 = [w for w in weights if isinstance(w, Int8Weight)]
     if len(int8) == len(weights):
-        return Int8Weight(*(_stack(int8, name) for name in ("codes", "scale")), bias)
+        return Int8Weight(_stack(int8, "codes"), _stack(int8, "scale"), bias)
     int4 = [w for w in weights if isinstance(w, Int4Weight)]
     if len(int4) != len(weights) or len({w.group_size for w in int4}) > 1:
         raise ValueError("linears that are fused must share one precision and group size")
-    return Int4Weight(*(_stack(int4, name) for name in ("codes", "scale", "zero")), bias)
+    return Int4Weight(_stack(int4, "codes"), _stack(int4, "scale"), _stack(int4, "zero"), bias)
 
 
 def _stack(weights: Sequence[LinearWeight], name: str) -> Tensor:
