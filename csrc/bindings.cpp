@@ -24,14 +24,24 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+struct Weight {
+  quasar_weight spec;
+
+  Weight(Address values, Address scale, Address zero, int64_t out_features, int64_t in_features,
+         int32_t precision, int32_t group_size)
+      : spec{at<const void>(values), at<const float>(scale), at<const uint8_t>(zero),
+             out_features,           in_features,            precision,
+             group_size} {}
+};
+
 struct Linear {
   quasar_linear spec;
 
   Linear(Address weight, Address scale, Address bias, int64_t out_features, int64_t in_features,
-         int32_t precision, int32_t gated)
+         int32_t precision, int32_t group_size, int32_t gated)
       : spec{at<const void>(weight), at<const float>(scale), at<const float>(bias),
              out_features,           in_features,            precision,
-             gated} {}
+             group_size,             gated} {}
 };
 
 struct Attention {
@@ -135,15 +145,11 @@ class Kernels {
 
   const char* isa() const { return tier_->name; }
 
-  size_t packed_bytes(int32_t precision, int64_t out_features, int64_t in_features) const {
-    return tier_->packed_bytes(precision, out_features, in_features);
-  }
+  size_t packed_bytes(const Weight& weight) const { return tier_->packed_bytes(&weight.spec); }
 
-  void pack(int32_t precision, Address weight, int64_t out_features, int64_t in_features,
-            Address packed) {
+  void pack(const Weight& weight, Address packed) {
     Turn turn(*this);
-    tier_->pack(precision, at<const void>(weight), out_features, in_features, at<void>(packed),
-                threads_);
+    tier_->pack(&weight.spec, at<void>(packed), threads_);
   }
 
   void norm_linear(const Linear& linear, int64_t rows, Address x, Address norm, float eps,
@@ -257,6 +263,14 @@ class Kernels {
   std::mutex mutex_;
 };
 
+nb::dict precisions() {
+  nb::dict numbers;
+  numbers["bf16"] = static_cast<int>(QUASAR_BF16);
+  numbers["w8a8"] = static_cast<int>(QUASAR_W8A8);
+  numbers["w4a8"] = static_cast<int>(QUASAR_W4A8);
+  return numbers;
+}
+
 nb::dict activations() {
   nb::dict numbers;
   numbers["silu"] = static_cast<int>(QUASAR_SILU);
@@ -268,11 +282,12 @@ nb::dict activations() {
 
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // objects that outlive the interpreter at exit are no fault
-  m.attr("BF16") = static_cast<int>(QUASAR_BF16);
-  m.attr("W8A8") = static_cast<int>(QUASAR_W8A8);
+  m.attr("PRECISIONS") = precisions();
   m.attr("ACTIVATIONS") = activations();
-  nb::class_<Linear>(m, "Linear")
+  nb::class_<Weight>(m, "Weight")
       .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, int32_t>());
+  nb::class_<Linear>(m, "Linear")
+      .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, int32_t, int32_t>());
   nb::class_<Attention>(m, "Attention")
       .def(nb::init<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, float, float, Address,
                     Address, Address, Address, int64_t>());

@@ -6,17 +6,26 @@
 
 extern "C" {
 
-enum quasar_precision : int32_t { QUASAR_BF16 = 0, QUASAR_W8A8 = 1 };
+enum quasar_precision : int32_t { QUASAR_BF16 = 0, QUASAR_W8A8 = 1, QUASAR_W4A8 = 2 };
 enum quasar_activation : int32_t { QUASAR_UNGATED = 0, QUASAR_SILU = 1, QUASAR_GELU_TANH = 2 };
+
+// The rows of a linear layer, to be packed.
+struct quasar_weight {
+  const void* values;   // [out_features, in_features]: BF16, INT8 codes or 4-bit codes, one a byte
+  const float* scale;   // W4A8 alone: [out_features, groups], at most 5 significant bits, and the
+  const uint8_t* zero;  // zero points beside them, 0..15
+  int64_t out_features, in_features;
+  int32_t precision, group_size;  // of W4A8: 32, 64 or 128, which divides in_features
+};
 
 // A packed linear layer. `gated`: an activation; blocks of 32 rows then hold 16 gate rows and the 16
 // up rows of the same outputs, and out_features counts the rows of both.
 struct quasar_linear {
   const void* weight;   // packed, see kernels/linear_*.inl
-  const float* scale;   // [out_features padded to 32] or null
-  const float* bias;    // likewise, or null
+  const float* scale;   // W8A8 alone: [out_features padded to 32]
+  const float* bias;    // likewise, of any, or null
   int64_t out_features, in_features;
-  int32_t precision, gated;
+  int32_t precision, group_size, gated;
 };
 
 // Rotary grouped-query attention over a paged BF16 cache.
@@ -47,9 +56,8 @@ struct quasar_tier {
   const char* name;
 
   // linear
-  size_t (*packed_bytes)(int32_t precision, int64_t out_features, int64_t in_features);
-  void (*pack)(int32_t precision, const void* weight, int64_t out_features, int64_t in_features,
-               void* packed, int32_t threads);
+  size_t (*packed_bytes)(const quasar_weight*);
+  void (*pack)(const quasar_weight*, void* packed, int32_t threads);
   size_t (*linear_scratch_bytes)(int64_t rows, int64_t in_features);
   void (*norm_linear)(const quasar_linear*, const float* x, int64_t rows, const float* norm,
                       float eps, void* scratch, float* out, int32_t threads);
@@ -84,7 +92,8 @@ struct quasar_tier {
 
   // peaks, for `quasar doctor`: each runs about `seconds` and returns a rate
   double (*read_bandwidth)(const void* data, size_t bytes, double seconds, int32_t threads);
-  double (*multiply_rate)(int32_t precision, double seconds, int32_t threads);  // GMAC/s
+  // GMAC/s of BF16 or W8A8
+  double (*multiply_rate)(int32_t precision, double seconds, int32_t threads);
 };
 
 // The best tier of this CPU that `cap` (a tier name, or null) allows; null if there is none, with

@@ -1,4 +1,4 @@
-// One tier: the kernels upon the vocabulary and the two products that its file names. That file
+// One tier: the kernels upon the vocabulary and the three products that its file names. That file
 // alone is compiled with the tier's instructions, so everything here has internal linkage but the
 // table at the end: an inline function that the linker merged with another file's would run on CPUs
 // that lack them.
@@ -14,11 +14,16 @@ namespace {
 #include "kernels/exp.inl"
 #include "kernels/norm.inl"
 //
+#include "kernels/linear_tile.inl"
+//
 #include "kernels/linear_bf16.inl"
 #include QUASAR_BF16_PRODUCT
 //
 #include "kernels/linear_w8a8.inl"
 #include QUASAR_W8A8_PRODUCT
+//
+#include QUASAR_W4A8_PRODUCT
+#include "kernels/linear_w4a8.inl"
 //
 #include "kernels/linear.inl"
 #include "kernels/peaks.inl"

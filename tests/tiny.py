@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from quasar.checkpoints import open_checkpoint
+from quasar.checkpoints.base import Checkpoint
+from quasar.kernels.base import DenseWeight, LinearWeight
 from quasar.models.families import parse_config
 from quasar.models.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_prefix, stored_shapes
+from quasar.quantization.head import round_groups
 
 LLAMA = {
     "model_type": "llama",
@@ -151,3 +158,30 @@ def write_quantized(folder: Path, family: str, seed: int = 0, **overrides: objec
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+GROUPED = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+"""Sizes that groups of 32 inputs divide."""
+
+
+class FourBit:
+    """A folder of `write_folder` whose linears are W4A8, rounded as they are read."""
+
+    quantization: Mapping[str, Any] = {"config_groups": {"all": {"weights": {"num_bits": 4}}}}
+
+    def __init__(self, folder: Path) -> None:
+        self._stored = open_checkpoint(folder)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stored, name)
+
+    def linear(self, module: str) -> LinearWeight:
+        dense = self._stored.linear(module)
+        assert isinstance(dense, DenseWeight)
+        return replace(round_groups(dense.weight.float()), bias=dense.bias)
+
+
+def open_four_bit(folder: Path, family: str, seed: int = 0) -> Checkpoint:
+    """A W4A8 model without a file of that form."""
+    checkpoint: Checkpoint = FourBit(write_folder(folder, family, seed, **GROUPED))
+    return checkpoint

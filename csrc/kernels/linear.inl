@@ -41,39 +41,45 @@
 // groups of 16 and packs 32 G rows; scale and bias have 32 G entries in that order. out_features
 // stays 2 I, and out has I columns.
 
-constexpr int64_t kBlock = 32;               // outputs a block
-constexpr int64_t kParts = kBlock / kTileOutputs;
-constexpr int64_t kTurnBytes = 128;          // weights that a tile reads a turn of its loop
 constexpr int64_t kGroupBytes = 576 << 10;   // rows that visit the blocks together
 constexpr int64_t kPrivateBytes = 40 << 10;  // rows up to this size are prepared by each thread
 constexpr int kLanes = 256;                  // more threads than that stay idle
 
+// The inputs of a layer come in units: how many words they are in a row, and bytes in a part.
 template <class P>
-static int64_t steps_of(int64_t in_features) {
-  return (in_features + 15) / 16 * (16 / P::kStepValues);
+static int64_t units_of(int64_t in_features) {
+  return (in_features + P::kUnitValues - 1) / P::kUnitValues;
+}
+template <class P>
+static int64_t words_of(int64_t in_features) {
+  return units_of<P>(in_features) * P::unit_words();
+}
+template <class P>
+static int64_t part_bytes_of(int64_t in_features) {
+  return units_of<P>(in_features) * P::unit_bytes();
 }
 
 // ---- Rows, prepared -------------------------------------------------------------------------
 
 struct Rows {
-  int32_t* values;  // tile after tile, each [steps][rows of the tile]
+  int32_t* values;  // tile after tile, each [words][rows of the tile]
   float* scale;     // [rows]
   float* inverse;   // [rows], 1 / rms
   float* factor;    // [rows]
   int32_t* start;   // [rows], where the sums start
-  int64_t rows, steps, part_bytes, tiles;
+  int64_t rows, words, part_bytes, tiles;
 
-  static size_t bytes(int64_t rows, int64_t steps) {
-    return (size_t)(rows * (steps + 4) * 4 + 64);
+  static size_t bytes(int64_t rows, int64_t words) {
+    return (size_t)(rows * (words + 4) * 4 + 64);
   }
 
-  Rows(void* memory, int64_t rows, int64_t steps, int64_t part_bytes)
+  Rows(void* memory, int64_t rows, int64_t words, int64_t part_bytes, int64_t tile_rows)
       : rows(rows),
-        steps(steps),
+        words(words),
         part_bytes(part_bytes),
-        tiles((rows + kTileRows - 1) / kTileRows) {
+        tiles((rows + tile_rows - 1) / tile_rows) {
     values = (int32_t*)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
-    scale = (float*)(values + rows * steps);
+    scale = (float*)(values + rows * words);
     inverse = scale + rows;
     factor = inverse + rows;
     start = (int32_t*)(factor + rows);
@@ -113,13 +119,14 @@ static void encode_row(const Input& input, const Rows& rows, int64_t m, int64_t 
   const int64_t stride = rows.first(tile + 1) - first;
   const float* x = input.x + m * input.count;
   const float factor = rows.factor[m];
-  int32_t* values = rows.values + first * rows.steps + (m - first);
+  int32_t* values = rows.values + first * rows.words;
   int32_t start;
   if (input.norm)
     start = P::encode(RowSource<true>{x, input.norm, rows.inverse[m]}, factor, begin, end, values,
-                      stride);
+                      m - first, stride);
   else
-    start = P::encode(RowSource<false>{x, nullptr, 1.0f}, factor, begin, end, values, stride);
+    start = P::encode(RowSource<false>{x, nullptr, 1.0f}, factor, begin, end, values, m - first,
+                      stride);
   __atomic_fetch_add(rows.start + m, start, __ATOMIC_RELAXED);
 }
 
@@ -147,7 +154,7 @@ static void prepare_together(const Input& input, const Rows& rows, int threads) 
   parallel(threads, [&](int32_t) {
     measured.each(rows.rows, [&](int64_t m) { measure_row<P>(input, rows, m); });
   });
-  const int64_t columns = (input.count / threads + 16) / 16 * 16;
+  const int64_t columns = (input.count / threads / P::kUnitValues + 1) * P::kUnitValues;
   parallel(threads, [&](int32_t) {
     encoded.each((input.count + columns - 1) / columns, [&](int64_t part) {
       const int64_t begin = part * columns;
@@ -157,80 +164,22 @@ static void prepare_together(const Input& input, const Rows& rows, int threads) 
   });
 }
 
-// ---- The tile -------------------------------------------------------------------------------
+// ---- Tiles ----------------------------------------------------------------------------------
 
-// Sums of R rows x kTileOutputs outputs. A recursive struct of scalars, not an array: GCC keeps it
-// in registers.
-template <class P, int R>
-struct Sums {
-  typename P::Sum left, right;
-  Sums<P, R - 1> rest;
-
-  [[gnu::always_inline]] inline void begin(const int32_t* start) {
-    left = right = P::start(*start);
-    rest.begin(start + 1);
-  }
-  // One step: `values` holds a word of each row.
-  [[gnu::always_inline]] inline void add(const typename P::Weights& w, const int32_t* values) {
-    const typename P::Value value = P::value(values);
-    left = P::multiply(left, w.left, value);
-    right = P::multiply(right, w.right, value);
-    rest.add(w, values + 1);
-  }
-  [[gnu::always_inline]] inline void store(float* sums) const {
-    P::store_sums(sums, left);
-    P::store_sums(sums + kTileOutputs / 2, right);
-    rest.store(sums + kBlock);
-  }
-};
-
-template <class P>
-struct Sums<P, 0> {
-  inline void begin(const int32_t*) {}
-  inline void add(const typename P::Weights&, const int32_t*) {}
-  inline void store(float*) const {}
-};
-
-// A tile fetches two lines for 128 bytes of weights: `next` and `next` + second, moved by `stride`.
-struct Ahead {
-  const char* next;
-  int64_t stride, second;
-};
-
-template <class P, int R>
-static void multiply_tile(const char* weight, int64_t bytes, const int32_t* values,
-                          const int32_t* start, Ahead ahead, float* sums) {
-  Sums<P, R> tile;
-  tile.begin(start);
-  const char* const end = weight + bytes;
-  do {
-    fetch(ahead.next);
-    fetch(ahead.next + ahead.second);
-    ahead.next += ahead.stride;
-#pragma GCC unroll 4
-    for (int i = 0; i < kTurnBytes / P::kStepBytes; ++i) {
-      tile.add(P::weights(weight), values);
-      weight += P::kStepBytes;
-      values += R;
-    }
-  } while (weight != end);
-  tile.store(sums);
-}
-
-template <class P>
 using Multiply = void (*)(const char*, int64_t, const int32_t*, const int32_t*, Ahead, float*);
 
-template <class P, int R = kTileRows>
-static Multiply<P> multiply_for(int64_t rows) {
+template <class P, int R = P::kRows>
+static Multiply multiply_for(int64_t rows) {
   if constexpr (R > 1)
     if (rows < R) return multiply_for<P, R - 1>(rows);
-  return multiply_tile<P, R>;
+  return P::template tile<R>;
 }
 
 // What a part of a block fetches; `unit` counts the parts of this block that came before, with this
 // tile or others.
+template <class P>
 static Ahead ahead_of(const char* part, const Rows& rows, const char* block_end, int64_t unit) {
-  if (rows.rows <= kHalfRows) return {part + 4096, kTurnBytes, 0};
+  if (P::leaves_half(rows.rows, rows.words)) return {part + 4096, kTurnBytes, 0};
   if (rows.tiles == 1) return {part + 6144, kTurnBytes, 64};
   if (unit < 2 * kParts) return {block_end + unit * (rows.part_bytes / 2), kTurnBytes / 2, 0};
   return {part, 0, 0};
@@ -349,25 +298,25 @@ class Lanes {
 };
 
 // Tiles that meet all blocks before the next tiles do: so many that they stay in L2.
-static int64_t group_tiles(const Rows& rows) {
-  const int64_t fitting = kGroupBytes / (kTileRows * rows.steps * 4);
+static int64_t group_tiles(const Rows& rows, int64_t tile_rows) {
+  const int64_t fitting = kGroupBytes / (tile_rows * rows.words * 4);
   return fitting < 2 ? 2 : fitting;
 }
 
 template <class P, Result kResult>
 static void multiply_block(const quasar_linear& layer, const Rows& rows, int64_t block,
                            int64_t first_tile, int64_t last_tile, float* out) {
-  alignas(64) float sums[kTileRows * kBlock];
+  alignas(64) float sums[P::kRows * kBlock];
   const char* const begin = (const char*)layer.weight + block * kParts * rows.part_bytes;
   const char* const end = begin + kParts * rows.part_bytes;
   int64_t unit = 0;
   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
     const int64_t first = rows.first(tile), count = rows.first(tile + 1) - first;
-    const Multiply<P> multiply = multiply_for<P>(count);
+    const Multiply multiply = multiply_for<P>(count);
     for (int64_t part = 0; part < kParts; ++part, ++unit) {
       const char* weight = begin + part * rows.part_bytes;
-      multiply(weight, rows.part_bytes, rows.values + first * rows.steps, rows.start + first,
-               ahead_of(weight, rows, end, unit), sums + part * kTileOutputs);
+      multiply(weight, rows.part_bytes, rows.values + first * rows.words, rows.start + first,
+               ahead_of<P>(weight, rows, end, unit), sums + part * kTileOutputs);
     }
     finish_tile<P, kResult>(layer, rows, first, count, block, sums, out);
   }
@@ -377,19 +326,19 @@ template <class P, Result kResult>
 static void run_linear(const quasar_linear& layer, const Input& input, void* scratch, float* out,
                        int threads) {
   if (input.rows == 0) return;
-  const int64_t steps = steps_of<P>(input.count);
+  const int64_t words = words_of<P>(input.count);
   const int64_t outputs = is_gated(kResult) ? kBlock / 2 : kBlock;
   const int64_t columns = is_gated(kResult) ? layer.out_features / 2 : layer.out_features;
   const int64_t blocks = (columns + outputs - 1) / outputs;
-  const bool shared = Rows::bytes(input.rows, steps) > kPrivateBytes;
-  const int64_t part_bytes = steps * P::kStepBytes;
-  const Rows common(scratch, input.rows, steps, part_bytes);
-  const int64_t group = group_tiles(common), groups = (common.tiles + group - 1) / group;
+  const bool shared = Rows::bytes(input.rows, words) > kPrivateBytes;
+  const int64_t part_bytes = part_bytes_of<P>(input.count);
+  const Rows common(scratch, input.rows, words, part_bytes, P::kRows);
+  const int64_t group = group_tiles(common, P::kRows), groups = (common.tiles + group - 1) / group;
   Lanes lanes(blocks * groups, threads);
   if (shared) prepare_together<P>(input, common, threads);
   parallel(threads, [&](int32_t thread) {
     alignas(64) char memory[kPrivateBytes];
-    const Rows rows = shared ? common : Rows(memory, input.rows, steps, part_bytes);
+    const Rows rows = shared ? common : Rows(memory, input.rows, words, part_bytes, P::kRows);
     if (!shared) prepare_rows<P>(input, rows, 0, rows.rows);
     lanes.run(thread, [&](int64_t unit) {
       const int64_t first = unit / blocks * group;
@@ -399,66 +348,59 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   });
 }
 
+// work(a value of the product's type).
+template <class Work>
+static auto with_product(int32_t precision, int32_t group_size, const Work& work) {
+  if (precision == QUASAR_BF16) return work(Bf16());
+  if (precision == QUASAR_W8A8) return work(W8A8());
+  if (group_size == 32) return work(W4A8<32>());
+  if (group_size == 64) return work(W4A8<64>());
+  return work(W4A8<128>());
+}
+
 template <Result kResult>
 static void run_linear(const quasar_linear* layer, const Input& input, void* scratch, float* out,
                        int threads) {
-  if (layer->precision == QUASAR_W8A8)
-    run_linear<W8A8, kResult>(*layer, input, scratch, out, threads);
-  else
-    run_linear<Bf16, kResult>(*layer, input, scratch, out, threads);
+  with_product(layer->precision, layer->group_size, [&](auto product) {
+    run_linear<decltype(product), kResult>(*layer, input, scratch, out, threads);
+  });
 }
 
 // ---- The table's functions ------------------------------------------------------------------
 
-template <class P>
-static int64_t block_bytes(int64_t in_features) {
-  return kParts * steps_of<P>(in_features) * P::kStepBytes;
+static int64_t blocks_of(const quasar_weight& weight) {
+  return (weight.out_features + kBlock - 1) / kBlock;
 }
 
-static size_t packed_bytes(int32_t precision, int64_t out_features, int64_t in_features) {
-  const int64_t blocks = (out_features + kBlock - 1) / kBlock;
-  return (size_t)(blocks * (precision == QUASAR_W8A8 ? block_bytes<W8A8>(in_features)
-                                                     : block_bytes<Bf16>(in_features)));
-}
-
-template <class P>
-static void pack_block(const typename P::Element* weight, int64_t rows, int64_t in_features,
-                       char* packed) {
-  const int64_t part_bytes = steps_of<P>(in_features) * P::kStepBytes;
-  for (int64_t k = 0; k < in_features; k += 16) {
-    for (int64_t r = 0; r < kBlock; ++r) {
-      const int64_t left = r < rows ? in_features - k : 0;
-      P::pack_group(left ? weight + r * in_features + k : weight, left < 16 ? left : 16,
-                    r % kTileOutputs, packed + r / kTileOutputs * part_bytes);
-    }
-    packed += 16 / P::kStepValues * P::kStepBytes;
-  }
+static size_t packed_bytes(const quasar_weight* weight) {
+  return with_product(weight->precision, weight->group_size, [&](auto product) {
+    const int64_t part_bytes = part_bytes_of<decltype(product)>(weight->in_features);
+    return (size_t)(blocks_of(*weight) * kParts * part_bytes);
+  });
 }
 
 template <class P>
-static void pack_as(const void* weight, int64_t out_features, int64_t in_features, void* packed,
-                    int threads) {
-  const auto* source = (const typename P::Element*)weight;
-  Lanes lanes((out_features + kBlock - 1) / kBlock, threads);
+static void pack_as(const quasar_weight& weight, char* packed, int threads) {
+  const int64_t part_bytes = part_bytes_of<P>(weight.in_features);
+  Lanes lanes(blocks_of(weight), threads);
   parallel(threads, [&](int32_t thread) {
     lanes.run(thread, [&](int64_t block) {
-      const int64_t n = block * kBlock;
-      pack_block<P>(source + n * in_features, out_features - n, in_features,
-                    (char*)packed + block * block_bytes<P>(in_features));
+      char* unit = packed + block * kParts * part_bytes;
+      for (int64_t k = 0; k < weight.in_features; k += P::kUnitValues, unit += P::unit_bytes())
+        P::pack_unit(weight, block * kBlock, k, unit, part_bytes);
     });
   });
 }
 
-static void pack(int32_t precision, const void* weight, int64_t out_features, int64_t in_features,
-                 void* packed, int32_t threads) {
-  if (precision == QUASAR_W8A8)
-    pack_as<W8A8>(weight, out_features, in_features, packed, threads);
-  else
-    pack_as<Bf16>(weight, out_features, in_features, packed, threads);
+static void pack(const quasar_weight* weight, void* packed, int32_t threads) {
+  with_product(weight->precision, weight->group_size, [&](auto product) {
+    pack_as<decltype(product)>(*weight, (char*)packed, threads);
+  });
 }
 
 static size_t linear_scratch_bytes(int64_t rows, int64_t in_features) {
-  return Rows::bytes(rows, steps_of<Bf16>(in_features));  // the larger of the two
+  const int64_t bf16 = words_of<Bf16>(in_features), w4a8 = words_of<W4A8<32>>(in_features);
+  return Rows::bytes(rows, bf16 > w4a8 ? bf16 : w4a8);
 }
 
 static void norm_linear(const quasar_linear* layer, const float* x, int64_t rows, const float* norm,

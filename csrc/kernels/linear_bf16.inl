@@ -6,7 +6,7 @@
 // bits depend on nothing beside it.
 
 template <class Product>
-struct Bf16Rows {
+struct Bf16Rows : Plain<Product> {
   using Element = uint16_t;
 
   static inline F16 scaled(F16 sum, const float*, int64_t, float) { return sum; }
@@ -16,13 +16,13 @@ struct Bf16Rows {
     return *scale = 1.0f;
   }
 
-  // The inputs begin..end-1 at `values`, `stride` words a step.
+  // The inputs begin..end-1 of row r of a tile, `stride` words a step.
   template <bool kNorm>
   static int32_t encode(const RowSource<kNorm>& row, float, int64_t begin, int64_t end,
-                        int32_t* values, int64_t stride) {
+                        int32_t* values, int64_t r, int64_t stride) {
     each_group(begin, end, [&](int64_t k, int64_t count) {
-      Product::store_values(row.values(k, count), values + k / Product::kStepValues * stride,
-                            stride);
+      Product::store_values(row.values(k, count),
+                            values + k / Product::kStepValues * stride + r, stride);
     });
     return 0;
   }

@@ -1,4 +1,4 @@
-"""Matrix products against their twin: W8A8 bit for bit, BF16 closely; and row invariance.
+"""Matrix products against their twin: W8A8 and W4A8 bit for bit, BF16 closely; row invariance.
 
 The twin's INT8 product (torch._int_mm) reads no input of width 1, so widths start at 2.
 """
@@ -6,7 +6,7 @@ The twin's INT8 product (torch._int_mm) reads no input of width 1, so widths sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,11 +16,20 @@ from hypothesis import strategies as st
 from tiers import TIERS_HERE, native
 from torch import Tensor
 
-from quasar.kernels.base import Backend, Buffer, DenseWeight, Int8Weight, LinearWeight
+from quasar.kernels.base import (
+    GROUP_SIZES,
+    Backend,
+    Buffer,
+    DenseWeight,
+    Int4Weight,
+    Int8Weight,
+    LinearWeight,
+    concatenate,
+)
 from quasar.kernels.reference import ReferenceBackend, quantize_rows, rms_norm
 
 EPS = 1e-5
-PRECISIONS = ("w8a8", "bf16")
+PRECISIONS = ("w8a8", "bf16", "w4a8")
 ROWS = (*range(1, 41), 130)
 
 pytestmark = pytest.mark.skipif(not TIERS_HERE, reason="no native tier runs here")
@@ -28,9 +37,19 @@ tiers = pytest.mark.parametrize("tier", TIERS_HERE)
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
+def random_int4(n: int, k: int, group_size: int, g: torch.Generator) -> Int4Weight:
+    """Any codes and zero points; scales of 5 bits whose sizes differ by a factor of 8."""
+    groups = k // group_size
+    codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
+    zero = torch.randint(0, 16, (n, groups), generator=g, dtype=torch.uint8)
+    mantissa = torch.randint(16, 32, (n, groups), generator=g).float()
+    exponent = torch.randint(-10, -7, (n, groups), generator=g)
+    return Int4Weight(codes, torch.ldexp(mantissa, exponent), zero)
+
+
 @dataclass
 class Case:
-    """Inputs [rows, k] and two layers k -> n of one precision."""
+    """Inputs [rows, k] and two layers k -> n of one precision. W4A8: k is rounded up to groups."""
 
     x: Tensor
     norm: Tensor
@@ -40,14 +59,25 @@ class Case:
 
     @classmethod
     def make(
-        cls, precision: str, rows: int, n: int, k: int, bias: bool = True, seed: int = 0
+        cls,
+        precision: str,
+        rows: int,
+        n: int,
+        k: int,
+        bias: bool = True,
+        seed: int = 0,
+        group_size: int = 32,
     ) -> Case:
         g = torch.Generator().manual_seed(seed)
+        if precision == "w4a8":
+            k = -(-k // group_size) * group_size
 
         def layer() -> LinearWeight:
             offset = torch.randn(n, generator=g) if bias else None
             if precision == "bf16":
                 return DenseWeight((torch.randn(n, k, generator=g) / k**0.5).bfloat16(), offset)
+            if precision == "w4a8":
+                return replace(random_int4(n, k, group_size, g), bias=offset)
             codes = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
             return Int8Weight(codes, torch.rand(n, generator=g) / k**0.5 / 50, offset)
 
@@ -70,14 +100,14 @@ class Case:
 
 
 def assert_agree(case: Case, found: dict[str, Tensor], precision: str) -> None:
-    """W8A8 has one result; the twin's exponential and its BF16 sums may round elsewhere.
+    """W8A8 and W4A8 have one result; the twin's exponential and BF16 sums may round elsewhere.
 
     Terms of a sum are about as large as the input, or 1 where it was normalised.
     """
     tolerance = 1e-5 + 2**-22 * case.x.shape[1] ** 0.5
     terms = case.x.abs().amax(dim=-1, keepdim=True).clamp(min=1)
     for name, value in case.results(ReferenceBackend()).items():
-        if precision == "w8a8" and name != "gated":
+        if precision != "bf16" and name != "gated":
             assert torch.equal(found[name], value), name
         else:
             largest = value.abs().amax(dim=-1, keepdim=True).maximum(terms)
@@ -98,12 +128,21 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rows: sl
     bias=st.booleans(),
     threads=st.integers(1, 4),
     seed=st.integers(0, 1 << 20),
+    group_size=st.sampled_from(GROUP_SIZES),
 )
-@settings(max_examples=60)
+@settings(max_examples=90)
 def test_odd_shapes_agree_with_the_twin(
-    tier: str, precision: str, rows: int, n: int, k: int, bias: bool, threads: int, seed: int
+    tier: str,
+    precision: str,
+    rows: int,
+    n: int,
+    k: int,
+    bias: bool,
+    threads: int,
+    seed: int,
+    group_size: int,
 ) -> None:
-    case = Case.make(precision, rows, n, k, bias, seed)
+    case = Case.make(precision, rows, n, k, bias, seed, group_size)
     assert_agree(case, case.results(native(tier, threads)), precision)
 
 
@@ -155,6 +194,76 @@ def test_extreme_codes_do_not_overflow(tier: str) -> None:
 
 
 @tiers
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("zero", [0, 15])
+def test_extreme_codes_of_w4a8_do_not_overflow(tier: str, group_size: int, zero: int) -> None:
+    """The largest sum of a group, on either side, and the powers of its scales."""
+    n, k = 70, 512
+    groups = k // group_size
+    codes = torch.full((n, k), 15 - zero, dtype=torch.uint8)
+    scale = torch.full((n, groups), 1.9375)
+    scale[1], scale[2], scale[3:, ::2] = 2.0**-126, 2.0**100, 2.0**-9
+    weight = Int4Weight(codes, scale, torch.full((n, groups), zero, dtype=torch.uint8))
+    x = torch.ones(3, k)
+    x[1], x[2, ::2] = -1.0, -1.0
+    out, expected = Buffer.empty(3, n), Buffer.empty(3, n)
+    backend, twin = native(tier, 2), ReferenceBackend()
+    backend.linear(3, Buffer.of(x), backend.pack(weight), out)
+    twin.linear(3, Buffer.of(x), twin.pack(weight), expected)
+    assert torch.equal(out.tensor, expected.tensor)
+    assert (out.tensor[0].sign() == (1 if zero == 0 else -1)).all()
+
+
+@tiers
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_stacked_w4a8_linears_are_one(tier: str, group_size: int) -> None:
+    g = torch.Generator().manual_seed(group_size)
+    parts = [random_int4(n, 256, group_size, g) for n in (40, 7, 30)]
+    parts[1] = replace(parts[1], bias=torch.randn(7, generator=g))
+    backend, x = native(tier, 2), Buffer.of(torch.randn(5, 256, generator=g))
+    found, alone = Buffer.empty(5, 77), [Buffer.empty(5, part.out_features) for part in parts]
+    backend.linear(5, x, backend.pack(concatenate(tuple(parts))), found)
+    for part, out in zip(parts, alone, strict=True):
+        backend.linear(5, x, backend.pack(part), out)
+    assert torch.equal(found.tensor, torch.cat([out.tensor for out in alone], dim=1))
+
+
+@tiers
+@pytest.mark.parametrize(("group_size", "bits"), [(32, 4.5), (64, 4.25), (128, 4.125)])
+def test_w4a8_takes_16_bits_beside_the_codes_of_a_group(
+    tier: str, group_size: int, bits: float
+) -> None:
+    weight = random_int4(96, 512, group_size, torch.Generator())
+    assert native(tier, 1).pack(weight).nbytes == 96 * 512 * bits / 8
+
+
+@pytest.mark.parametrize("tier", [*TIERS_HERE, "reference"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"codes": torch.full((40, 256), 16, dtype=torch.uint8)}, "above 15"),
+        ({"zero": torch.full((40, 8), 16, dtype=torch.uint8)}, "above 15"),
+        ({"scale": torch.full((40, 8), 1 + 2**-5)}, "5 significant bits"),
+        ({"scale": torch.full((40, 8), -1.0)}, "positive"),
+        ({"scale": torch.full((40, 8), 1e-40)}, "normal"),
+        ({"scale": torch.full((40, 8), torch.inf)}, "normal"),
+        ({"scale": torch.ones(40, 7)}, r"\[out, groups\]"),
+        ({"codes": torch.ones(40, 250, dtype=torch.uint8)}, "250 inputs in 8 groups"),
+        ({"codes": torch.ones(40, 128, dtype=torch.uint8)}, "128 inputs in 8 groups"),
+        ({"codes": torch.ones(40, 256, dtype=torch.int8)}, "uint8"),
+    ],
+    ids=str,
+)
+def test_w4a8_weights_of_another_form_are_refused(
+    tier: str, change: dict[str, Tensor], message: str
+) -> None:
+    backend = ReferenceBackend() if tier == "reference" else native(tier, 1)
+    weight = replace(random_int4(40, 256, 32, torch.Generator()), **change)
+    with pytest.raises(ValueError, match=message):
+        backend.pack(weight)
+
+
+@tiers
 @pytest.mark.parametrize("shape", [(1, 2), (33, 31), (150, 401), (64, 4864)], ids=str)
 @pytest.mark.parametrize("rows", [1, 6, 7, 33])
 def test_int8_sums_are_the_integers(tier: str, rows: int, shape: tuple[int, int]) -> None:
@@ -197,9 +306,10 @@ def test_a_norm_is_added(tier: str, rows: int, columns: int) -> None:
 
 @tiers
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-38, 3e38], ids=str)
-def test_extreme_inputs_quantise_as_the_twin_does(tier: str, value: float) -> None:
+@pytest.mark.parametrize("precision", ["w8a8", "w4a8"])
+def test_extreme_inputs_quantise_as_the_twin_does(tier: str, value: float, precision: str) -> None:
     """A row of zeros, of denormals, of the largest numbers."""
-    case = Case.make("w8a8", 3, 33, 64, bias=False)
+    case = Case.make(precision, 3, 33, 64, bias=False)
     case.x = value * torch.sign(case.x)
     found, expected = case.results(native(tier, 1)), case.results(ReferenceBackend())
     assert torch.equal(found["added"], expected["added"])

@@ -33,7 +33,7 @@ PROMPTS = (
     (5, 17, 5, 18, 5, 19, 5),
     tuple(i * i % 97 for i in range(90)),
 )
-PRECISIONS = ("bf16", "w8a8")
+PRECISIONS = ("bf16", "w8a8", "w4a8")
 TEMPERATURES = (0.0, 0.8)
 TOKENS = 24
 
@@ -45,24 +45,28 @@ def sampling(temperature: float, seed: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {
-        (family, precision): writer(root / f"{family}-{precision}", family, seed=3)
-        for family in tiny.CONFIGS
-        for precision, writer in (("bf16", tiny.write_folder), ("w8a8", tiny.write_quantized))
-    }
+
+    def opened(family, precision):
+        folder = root / f"{family}-{precision}"
+        if precision == "w4a8":
+            return tiny.open_four_bit(folder, family, seed=3)
+        write = tiny.write_folder if precision == "bf16" else tiny.write_quantized
+        return open_checkpoint(write(folder, family, seed=3))
+
+    return {key: opened(*key) for key in product(tiny.CONFIGS, PRECISIONS)}
 
 
 @pytest.fixture(scope="module")
-def service_of(folders):
+def service_of(checkpoints):
     """The service of a backend, family and precision; models are loaded and solo runs made once."""
     made = {}
 
     def find(backend, family, precision):
         key = (backend.isa, family, precision)
         if key not in made:
-            checkpoint = open_checkpoint(folders[family, precision])
+            checkpoint = checkpoints[family, precision]
             made[key] = Service(load_verifier(checkpoint, precision, precision, backend))
         return made[key]
 
@@ -91,11 +95,12 @@ def matrix_case(drafter: str, chunk: int, temperature: float, count: int, nodes:
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_matrix(service_of, backend, precision, temperature):
-    """Drafters x chunk sizes, with 1 to 8 sequences; lower tiers share the cases out."""
+    """Drafters x chunk sizes, with 1 to 8 sequences; lower tiers and W4A8 share the cases out."""
+    every = backend.isa == TIERS[-1] and precision != "w4a8"
     setting = 2 * PRECISIONS.index(precision) + TEMPERATURES.index(temperature)
     cases = list(enumerate(product(DRAFTERS, CHUNKS)))
     most, nodes = (2, 9) if backend.isa == "reference" else (8, MAX_DRAFT_NODES)
-    for index, (drafter, chunk) in cases if backend.isa == TIERS[-1] else cases[setting::4]:
+    for index, (drafter, chunk) in cases if every else cases[setting % 4 :: 4]:
         service = service_of(backend, sorted(tiny.CONFIGS)[index % len(tiny.CONFIGS)], precision)
         count = 1 + (index + 3 * setting) % most
         limits, requests = matrix_case(drafter, chunk, temperature, count, nodes)
@@ -192,10 +197,9 @@ def test_a_small_pool_is_served_to_its_last_slot(service_of, backend):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_logits_are_row_invariant(folders, backend, precision):
+def test_logits_are_row_invariant(checkpoints, backend, precision):
     """The same positions give equal bits whether computed one by one or in one chunk."""
-    checkpoint = open_checkpoint(folders["qwen2", precision])
-    verifier = load_verifier(checkpoint, precision, precision, backend)
+    verifier = load_verifier(checkpoints["qwen2", precision], precision, precision, backend)
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = chunked_logits(verifier, tokens, [1] * 40)
     for chunks in ([40], [13, 27], [1, 2, 3, 4, 30], [39, 1]):

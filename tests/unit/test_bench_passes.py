@@ -45,6 +45,8 @@ def test_work_of_a_pass_is_counted(verifier):
 def test_limit_is_the_larger_of_reading_and_multiplying():
     reading = passes.Work(40 * 10**9, {"w8a8": 10**9, "bf16": 0})
     assert reading.limit(PEAKS) == pytest.approx(1.0)
+    four_bits = passes.Work(10, {"w4a8": 300 * 10**9})
+    assert four_bits.limit(PEAKS) == passes.Work(10, {"w8a8": 300 * 10**9}).limit(PEAKS)
     multiplying = passes.Work(10, {"w8a8": 300 * 10**9, "bf16": 300 * 10**9})
     assert multiplying.limit(PEAKS) == pytest.approx(1.5)
 

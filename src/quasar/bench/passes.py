@@ -2,7 +2,7 @@
 
 A pass of M rows after C cached tokens reads B bytes (all packed weights with the head, and K and V
 of C tokens) and multiplies A_p times in each precision p. With the bandwidth W and the multiply
-rates R_p, all measured in the same run,
+rates R_p, all measured in the same run (that of W4A8 is INT8's),
 
     limit = max(B / W, sum over p of A_p / R_p).
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -50,8 +51,10 @@ class Work:
 
     def limit(self, peaks: Peaks) -> float:
         """Seconds."""
-        rates = {"w8a8": peaks.int8_gmacs, "bf16": peaks.bf16_gmacs}
-        multiplying = sum(count / rates[name] for name, count in self.multiply_adds.items())
+        rates = {"bf16": peaks.bf16_gmacs}  # all others multiply INT8
+        multiplying = sum(
+            count / rates.get(name, peaks.int8_gmacs) for name, count in self.multiply_adds.items()
+        )
         return max(self.read_bytes / peaks.read_bandwidth_gbps, multiplying) * 1e-9
 
 
@@ -59,7 +62,7 @@ def pass_work(verifier: Verifier, rows: int, context: int) -> Work:
     """The work of verifying `rows` tokens after `context` cached ones, all rows with logits."""
     decoder, config = verifier.decoder, verifier.config
     width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    multiply_adds = {"w8a8": 0, "bf16": 0}
+    multiply_adds: Counter[str] = Counter()
     for linear in [decoder.head, *(one for layer in decoder.layers for one in layer.linears)]:
         multiply_adds[linear.precision] += rows * linear.out_features * linear.in_features
     seen = sum(context + row + 1 for row in range(rows))

@@ -85,7 +85,7 @@ def memory(model: Model, context: int, threads: int) -> dict[str, dict[str, int]
             name,
             program=program,
             # A quantised folder, also the one that is made on first use, holds BF16.
-            mapped=name == "w8a8" or used_in_place(model.checkpoint),
+            mapped=name != "bf16" or used_in_place(model.checkpoint),
             cache_tokens=context,
             draft_tokens=DEFAULT_DRAFT_TOKENS,
             threads=threads,
@@ -104,10 +104,12 @@ def used_in_place(checkpoint: Checkpoint) -> bool:
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is quantised how, and what a quantised folder says it was made from."""
+    from quasar.verification.verifier import held_precision
+
     if checkpoint.quantization is None:
         return {"scheme": None}
     return {
-        "scheme": "w8a8",
+        "scheme": held_precision(checkpoint),
         "weights": "int8, a scale a row",
         "activations": "int8, a scale a token",
         "kept_in_bf16": ["embedding", "norms", *checkpoint.quantization.get("ignore", [])],

@@ -20,6 +20,7 @@ from quasar.kernels.base import (
     AttentionSpec,
     Buffer,
     DenseWeight,
+    Int8Weight,
     LinearWeight,
     NoiseKey,
     PackedLinear,
@@ -78,20 +79,47 @@ def _check_attention(spec: AttentionSpec) -> None:
         raise ValueError(f"norm_eps must be a number of at least 0, not {spec.norm_eps}")
 
 
-def _rows_of(weight: LinearWeight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    """Precision, rows [out, in], scale and bias [out] fp32 or None, all of them checked."""
-    if isinstance(weight, DenseWeight):
-        precision, rows, scale, dtype = _native.BF16, weight.weight, None, torch.bfloat16
-    else:
-        precision, rows, scale, dtype = _native.W8A8, weight.codes, weight.scale, torch.int8
-    shape = tuple(rows.shape)
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"a linear's weight must be a matrix, not {shape}")
-    _check("a linear's weight", rows, dtype, shape)
-    for name, vector in (("scale", scale), ("bias", weight.bias)):
-        if vector is not None:
-            _check(f"a linear's {name}", vector, torch.float32, shape[:1])
-    return precision, rows, scale, weight.bias
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a linear: what is packed, and what a product's sums are finished with."""
+
+    precision: str
+    values: Tensor
+    """[out, in]."""
+    scale: Tensor | None
+    """[out] fp32 of W8A8, [out, groups] of W4A8."""
+    zero: Tensor | None
+    """[out, groups] uint8, of W4A8."""
+    bias: Tensor | None
+    """[out] fp32."""
+
+    @classmethod
+    def of(cls, weight: LinearWeight) -> _Rows:
+        """Raises ValueError for what a kernel must not see."""
+        if isinstance(weight, DenseWeight):
+            rows, dtype = cls("bf16", weight.weight, None, None, weight.bias), torch.bfloat16
+        elif isinstance(weight, Int8Weight):
+            rows = cls("w8a8", weight.codes, weight.scale, None, weight.bias)
+            dtype = torch.int8
+        else:
+            weight.check()
+            rows = cls("w4a8", weight.codes, weight.scale, weight.zero, weight.bias)
+            dtype = torch.uint8
+        shape = tuple(rows.values.shape)
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(f"a linear's weight must be a matrix, not {shape}")
+        _check("a linear's weight", rows.values, dtype, shape)
+        for name, tensor in (("scale", rows.scale), ("bias", rows.bias), ("zero", rows.zero)):
+            if tensor is not None:
+                grouped = tensor.shape[1:] if rows.zero is not None and name != "bias" else ()
+                dtype = torch.uint8 if name == "zero" else torch.float32
+                _check(f"a linear's {name}", tensor, dtype, (shape[0], *grouped))
+        return rows
+
+    @property
+    def group_size(self) -> int:
+        """0 but for W4A8."""
+        return 0 if self.zero is None else self.values.shape[1] // self.zero.shape[1]
 
 
 def _interleave(gate: Tensor, up: Tensor) -> Tensor:
@@ -103,6 +131,10 @@ def _interleave(gate: Tensor, up: Tensor) -> Tensor:
     return runs.transpose(0, 1).reshape(2 * rows, *gate.shape[1:])
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _pad(vector: Tensor) -> Tensor:
     """[n] -> [n rounded up to 32], zeros behind."""
     padded = vector.new_zeros(-(-vector.shape[0] // (2 * LANES)) * 2 * LANES)
@@ -110,11 +142,12 @@ def _pad(vector: Tensor) -> Tensor:
     return padded
 
 
-def _pair(gate: Tensor | None, up: Tensor | None, size: int) -> Tensor | None:
-    """Interleaved biases of gate and up; a missing one counts as zero."""
-    if gate is None and up is None:
+def _pair(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
+    """Interleaved vectors of gate and up; a missing one (a bias) counts as zero."""
+    one = up if gate is None else gate
+    if one is None:
         return None
-    zeros = torch.zeros(size)
+    zeros = torch.zeros_like(one)
     return _interleave(zeros if gate is None else gate, zeros if up is None else up)
 
 
@@ -139,44 +172,42 @@ class CpuBackend:
         self._attend = self._kernels.attend
 
     def pack(self, weight: LinearWeight) -> PackedLinear:
-        precision, rows, scale, bias = _rows_of(weight)
-        return self._packed(precision, rows, scale, bias, rows.shape[0], gated=0)
+        rows = _Rows.of(weight)
+        return self._packed(rows, rows.values.shape[0], gated=0)
 
     def pack_gated(
         self, gate: LinearWeight, up: LinearWeight, activation: str = "silu"
     ) -> PackedLinear:
-        precision, gate_rows, gate_scale, gate_bias = _rows_of(gate)
-        other, up_rows, up_scale, up_bias = _rows_of(up)
-        if other != precision or up_rows.shape != gate_rows.shape:
-            raise ValueError("gate and up must share precision and shape")
-        size = gate_rows.shape[0]
-        rows = _interleave(gate_rows, up_rows)
-        scale, bias = _pair(gate_scale, up_scale, size), _pair(gate_bias, up_bias, size)
-        gated = _native.ACTIVATIONS[activation]
-        return self._packed(precision, rows, scale, bias, 2 * size, gated)
-
-    def _packed(
-        self,
-        precision: int,
-        rows: Tensor,
-        scale: Tensor | None,
-        bias: Tensor | None,
-        out_features: int,
-        gated: int,
-    ) -> CpuLinear:
-        """`out_features` may be less than the number of (padded, interleaved) rows."""
-        out, columns = rows.shape
-        packed = self._arena.empty(self._kernels.packed_bytes(precision, out, columns))
-        self._kernels.pack(precision, rows.data_ptr(), out, columns, packed.data_ptr())
-        padded = [None if vector is None else _pad(vector) for vector in (scale, bias)]
-        scale_at, bias_at = (0 if vector is None else vector.data_ptr() for vector in padded)
-        handle = _native.Linear(
-            packed.data_ptr(), scale_at, bias_at, out_features, columns, precision, gated
+        one, two = _Rows.of(gate), _Rows.of(up)
+        kinds = [(rows.precision, rows.values.shape, rows.group_size) for rows in (one, two)]
+        if kinds[0] != kinds[1]:
+            raise ValueError("gate and up must share precision, shape and group size")
+        both = _Rows(
+            one.precision,
+            _interleave(one.values, two.values),
+            *(_pair(getattr(one, name), getattr(two, name)) for name in ("scale", "zero", "bias")),
         )
-        name = "bf16" if precision == _native.BF16 else "w8a8"
+        gated = _native.ACTIVATIONS[activation]
+        return self._packed(both, 2 * one.values.shape[0], gated)
+
+    def _packed(self, rows: _Rows, out_features: int, gated: int) -> CpuLinear:
+        """`out_features` may be less than the number of (padded, interleaved) rows."""
+        (out, columns), group_size = rows.values.shape, rows.group_size
+        precision = _native.PRECISIONS[rows.precision]
+        parts = (_address(tensor) for tensor in (rows.values, rows.scale, rows.zero))
+        weight = _native.Weight(*parts, out, columns, precision, group_size)
+        packed = self._arena.empty(self._kernels.packed_bytes(weight))
+        self._kernels.pack(weight, packed.data_ptr())
+        # The scales of W4A8 lie among its codes.
+        vectors = (None if group_size else rows.scale, rows.bias)
+        padded = [None if vector is None else _pad(vector) for vector in vectors]
+        handle = _native.Linear(
+            *(packed.data_ptr(), *(_address(vector) for vector in padded)),
+            *(out_features, columns, precision, group_size, gated),
+        )
         tensors = (packed, *(vector for vector in padded if vector is not None))
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        return CpuLinear(name, out_features, columns, nbytes, handle, tensors)
+        return CpuLinear(rows.precision, out_features, columns, nbytes, handle, tensors)
 
     # The linears of these four come from `pack`: that is not asked again at every call.
 
@@ -290,8 +321,8 @@ class CpuBackend:
     def measure_peaks(self, seconds: float) -> Peaks:
         return Peaks(
             self._kernels.read_bandwidth(self._stream.data_ptr(), self._stream.nbytes, seconds),
-            self._kernels.multiply_rate(_native.W8A8, seconds),
-            self._kernels.multiply_rate(_native.BF16, seconds),
+            self._kernels.multiply_rate(_native.PRECISIONS["w8a8"], seconds),
+            self._kernels.multiply_rate(_native.PRECISIONS["bf16"], seconds),
         )
 
 

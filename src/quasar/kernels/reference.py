@@ -19,6 +19,7 @@ from quasar.kernels.base import (
     AttentionSpec,
     Buffer,
     DenseWeight,
+    Int8Weight,
     LinearWeight,
     NoiseKey,
     PackedLinear,
@@ -35,8 +36,9 @@ class ReferenceLinear:
     in_features: int
     nbytes: int
     weight: Tensor
-    """[out, in]: int8 codes, or BF16 values."""
+    """[out, in]: int8 codes (of W4A8 less their zero points), or BF16 values."""
     scale: Tensor | None
+    """[out], or [out, groups]."""
     bias: Tensor | None
     activation: Activation = "silu"
     """Of the gate, where `pack_gated` made it."""
@@ -47,7 +49,11 @@ class ReferenceLinear:
             product = self.weight.float() @ row.bfloat16().float()
         else:
             codes, row_scale = quantize_rows(row[None])
-            product = integer_product(codes, self.weight).float() * self.scale * row_scale[0]
+            if self.scale.ndim == 1:
+                product = integer_product(codes, self.weight).float() * self.scale
+            else:
+                product = grouped_product(codes[0], self.weight, self.scale)
+            product = product * row_scale[0]
         return product if self.bias is None else product + self.bias
 
 
@@ -56,6 +62,21 @@ def integer_product(codes: Tensor, weight: Tensor) -> Tensor:
     if weight.shape[1] == 1:  # torch._int_mm (2.13) returns garbage for one column
         return weight[:, 0].int() * codes[0].int()
     return torch._int_mm(codes.expand(32, -1).contiguous(), weight.t())[0]
+
+
+def grouped_product(codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """codes [in] int8, weight [out, in] int8, scale [out, groups] -> [out] fp32.
+
+    Integers stay below 2^18 in a group, so fp32 holds them exactly whatever the order of the sum,
+    and so it does their products with scales of 5 bits: only the additions of groups round.
+    """
+    out, groups = scale.shape
+    grouped = weight.view(out, groups, -1).transpose(0, 1).float()
+    integers = torch.bmm(grouped, codes.view(groups, -1, 1).float())[..., 0]
+    total = torch.zeros(out)
+    for integer, group_scale in zip(integers, scale.t(), strict=True):
+        total = total + integer * group_scale
+    return total
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,10 +164,16 @@ class ReferenceBackend:
         self.threads = threads
 
     def pack(self, weight: LinearWeight) -> ReferenceLinear:
+        scale: Tensor | None
         if isinstance(weight, DenseWeight):
             values, scale, precision = weight.weight, None, "bf16"
-        else:
+        elif isinstance(weight, Int8Weight):
             values, scale, precision = weight.codes, weight.scale.float(), "w8a8"
+        else:
+            weight.check()
+            zero = weight.zero.repeat_interleave(weight.group_size, dim=1)
+            values = weight.codes.to(torch.int8) - zero.to(torch.int8)
+            scale, precision = weight.scale, "w4a8"
         bias = None if weight.bias is None else weight.bias.float()
         out_features, in_features = values.shape
         nbytes = values.numel() * values.element_size()

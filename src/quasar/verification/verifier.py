@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,14 +10,15 @@ from torch import Tensor
 from quasar.cache import KVCache
 from quasar.checkpoints.base import Checkpoint
 from quasar.errors import UsageError
-from quasar.kernels.base import Backend, Buffer, DenseWeight, RaggedBatch
+from quasar.kernels.base import Backend, Buffer, DenseWeight, LinearWeight, RaggedBatch
 from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.decoder import Decoder, load_decoder
 from quasar.models.families import parse_config
+from quasar.quantization.head import GROUP_SIZE, quantize_head_int4
 from quasar.quantization.weights import quantize_head
 
-PRECISIONS = ("bf16", "w8a8")
+PRECISIONS = ("bf16", "w8a8", "w4a8")
 """Verifiers by name; each is also a precision of the head."""
 
 
@@ -65,6 +66,22 @@ class Verifier:
         return Verification(self.decoder.logits(x, batch.rows, rows), states)
 
 
+HEADS: Mapping[str, Callable[[Tensor], LinearWeight]] = {
+    "bf16": DenseWeight,
+    "w8a8": quantize_head,
+    "w4a8": quantize_head_int4,
+}
+"""How the head of each precision is made of the BF16 rows."""
+
+
+def held_precision(checkpoint: Checkpoint) -> str:
+    """The one verifier that a checkpoint's linears are stored for."""
+    if checkpoint.quantization is None:
+        return "bf16"
+    (group,) = checkpoint.quantization["config_groups"].values()
+    return {8: "w8a8", 4: "w4a8"}[group["weights"]["num_bits"]]
+
+
 def load_verifier(
     checkpoint: Checkpoint, precision: str, head_precision: str, backend: Backend
 ) -> Verifier:
@@ -72,13 +89,17 @@ def load_verifier(
     for name, value in (("verifier", precision), ("head", head_precision)):
         if value not in PRECISIONS:
             raise UsageError(f"--{name} {value} is unknown; it is one of {', '.join(PRECISIONS)}")
-    held = "bf16" if checkpoint.quantization is None else "w8a8"
+    held = held_precision(checkpoint)
     if held != precision:
         raise UsageError(
             f"{checkpoint.path} holds {held} weights: --verifier {precision} needs others"
         )
-
-    head = quantize_head if head_precision == "w8a8" else DenseWeight
-    decoder = load_decoder(checkpoint, parse_config(checkpoint.config), backend, head)
+    config = parse_config(checkpoint.config)
+    if head_precision == "w4a8" and config.hidden_size % GROUP_SIZE:
+        raise UsageError(
+            f"--head w4a8 needs groups of {GROUP_SIZE} inputs, which do not divide "
+            f"{checkpoint.path}'s hidden size of {config.hidden_size}"
+        )
+    decoder = load_decoder(checkpoint, config, backend, HEADS[head_precision])
     trim_heap()  # what was packed: 56 MB of SmolLM2-135M's head otherwise stay for ever
     return Verifier(decoder, precision, head_precision)
