@@ -39,6 +39,32 @@ class Int8Weight:
         return self.codes.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """W4A8: weight = (codes - zero) * scale, scale and zero one for each group of inputs of a row.
+
+    codes [out, in] uint8 in 0..15, one a byte; scale [out, groups] fp32 > 0 with at most 5
+    significant bits; zero [out, groups] uint8 in 0..15; bias as above. Groups are of equal size.
+
+    An integer sum over a group of 128 has at most 18 bits, so its product with the scale is exact
+    in fp32: fused or not, a multiply-add has the same bits. Scale (8 bits of exponent, 4 of
+    mantissa) and zero point fit 16 bits, what a scale alone takes elsewhere.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scale.shape[1]
+
+
 LinearWeight = DenseWeight | Int8Weight
 
 
