@@ -184,10 +184,15 @@ class Inputs:
     token_weight: Tensor
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor]) -> Inputs:
-        """The rows of several sequences, all of one weight."""
-        rows = torch.cat(list(parts))
-        return cls(rows, torch.full(rows.shape[:1], 1 / len(rows)))
+    def of(cls, parts: Sequence[Tensor], token_weights: Sequence[Tensor]) -> Inputs:
+        """The rows of several sequences."""
+        weight = torch.cat(list(token_weights))
+        return cls(torch.cat(list(parts)), weight / weight.sum())
+
+    def thinned(self, tokens: int) -> Inputs:
+        """About so many of the rows, evenly spaced."""
+        step = max(1, len(self.rows) // tokens)
+        return Inputs.of([self.rows[::step]], [self.token_weight[::step]])
 
     def energy(self) -> Tensor:
         """Mean square of each channel, [in]."""
@@ -245,16 +250,27 @@ class SampledRows(dict[str, Tensor]):
         self[group] = x[::step][:SAMPLED_ROWS].clone()
 
 
-def sample_groups(seen: Sequence[LayerInputs]) -> LayerSample:
-    """What the observers of all sequences saw. A single sequence is halved."""
+def sample_groups(seen: Sequence[LayerInputs], residuals: Sequence[Tensor]) -> LayerSample:
+    """What the observers of all sequences saw. A single sequence is halved.
+
+    residuals: the layer's outputs. The norms that read them divide by their size, so noise in the
+    outputs of `o` and `down` matters in relation to it; all inputs of the other groups are normed.
+    """
     found = {}
     for group in GROUPS:
         parts = [inputs[group] for inputs in seen]
+        weights = [torch.ones(len(part)) for part in parts]
+        if group in ("o", "down"):
+            strides = [inputs.stride for inputs in seen]
+            weights = [
+                1 / x[::step].square().mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+                for x, step in zip(residuals, strides, strict=True)
+            ]
         if len(parts) == 1:
-            parts = list(parts[0].chunk(2))
+            parts, weights = list(parts[0].chunk(2)), list(weights[0].chunk(2))
         found[group] = GroupSample(
             absmax=torch.stack([inputs.absmax[group] for inputs in seen]).amax(dim=0),
-            fitting=Inputs.of(parts[::2]),
-            checking=Inputs.of(parts[1::2]),
+            fitting=Inputs.of(parts[::2], weights[::2]),
+            checking=Inputs.of(parts[1::2], weights[1::2]),
         )
     return found

@@ -52,9 +52,9 @@ FINALISTS = 4
 """Candidates besides the identity whose products are computed."""
 IDENTITY_MARGIN = 0.01
 """What a candidate must win by to be taken at all."""
+RANKING_TOKENS, CHECKING_TOKENS = 512, 256
 WEIGHT_ROWS = 512
 """Rows of W that stand for all in the surrogate, evenly spaced."""
-UNSMOOTHED = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ def search_group(
     of two, equal for the query heads that share a kv head.
     """
     weights = [tensors[f"{linear}.weight"] for linear in GROUPS[group]]
-    surrogate = Surrogate.of(sample.fitting, weights, format)
+    surrogate = Surrogate.of(sample.fitting.thinned(RANKING_TOKENS), weights, format)
     ranked = sorted(candidates(group, weights, sample, config), key=lambda c: surrogate(c.scale))
-    noise = Noise.of(sample.checking, weights, format)
+    noise = Noise.of(sample.checking.thinned(CHECKING_TOKENS), weights, format)
     best, least = None, (1 - IDENTITY_MARGIN) * noise(torch.ones_like(sample.absmax))
     for candidate in ranked[:FINALISTS]:
         found = noise(candidate.scale)

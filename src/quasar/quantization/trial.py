@@ -108,12 +108,12 @@ class Trial:
     def advance(self, prefix: str, tensors: LayerTensors) -> QuantizedLayer:
         """Move every text through one layer; gives the layer as the recipe quantises it."""
         layer = Layer(self.config, tensors)
-        seen = self._move(self.calibration, layer, partial(LayerInputs, self.stride))
-        sample = sample_groups(seen)
         rows = self._move(self.bf16, layer, SampledRows)
         plain = QuantizedLayer.round(tensors, self.recipe.format)
         result = LayerResult(plain, UNSMOOTHED)
         if self.recipe != self.recipe.plain:
+            seen = self._move(self.calibration, layer, partial(LayerInputs, self.stride))
+            sample = sample_groups(seen, self.calibration)
             result = self.recipe.apply(tensors, sample, self.config, self.workers)
         for states, arm in ((self.rtn, plain), (self.quantized, result.layer)):
             self._move(states, simulated(self.config, arm), lambda: unobserved)
