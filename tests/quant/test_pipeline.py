@@ -19,9 +19,9 @@ from quasar.kernels.base import Int8Weight
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
 from quasar.models.tensors import LINEARS
-from quasar.quantization import trial
+from quasar.quantization import recipe
 from quasar.quantization.pipeline import QuantizeOptions, quantize
-from quasar.quantization.smooth import smoothquant
+from quasar.quantization.smooth import Smoothing, smoothquant
 from quasar.quantization.weights import round_to_nearest
 
 FAMILIES = sorted(tiny.CONFIGS)
@@ -34,7 +34,7 @@ def short_texts(monkeypatch):
     monkeypatch.setattr("quasar.quantization.calibrate.HELD_OUT_TOKENS", 200)
 
 
-def run(folder, out, smooth="smoothquant", **options):
+def run(folder, out, smooth="search", **options):
     return quantize(open_checkpoint(folder), out, QuantizeOptions(smooth=smooth), **options)
 
 
@@ -123,7 +123,7 @@ def test_report(write_model, tmp_path):
         *("scheme", "smooth", "group_size", "kl", "kl_rtn", "top1", "top1_rtn", "perplexity"),
         *("perplexity_rtn", "perplexity_bf16", "seconds", "peak_rss_bytes"),
     ]
-    assert (summary["scheme"], summary["smooth"]) == ("w8a8", "smoothquant")
+    assert (summary["scheme"], summary["smooth"]) == ("w8a8", "search")
     assert summary["group_size"] is None
     assert 0 < summary["kl"] < summary["kl_rtn"]
     assert 0 < summary["top1_rtn"] <= summary["top1"] <= 1
@@ -140,7 +140,7 @@ def test_report(write_model, tmp_path):
     expected = [f"model.layers.{i}.{name}" for i in range(2) for name in LINEARS]
     assert [entry["name"] for entry in linears] == expected
     for entry in linears:
-        assert (entry["scheme"], entry["smoothing"]) == ("w8a8", "smoothquant")
+        assert entry["scheme"] == "w8a8" and entry["smoothing"]
         assert 0 < entry["relative_error"] < 0.2
     before, after = (
         sum(e[key] for e in linears) for key in ("relative_error_rtn", "relative_error")
@@ -167,14 +167,15 @@ def test_no_smoothing_is_round_to_nearest(write_model, tmp_path):
 
 def harmful(tensors, absmax, config):
     """Makes outliers of what were none."""
-    return {g: 1 / s.square() for g, s in smoothquant(tensors, absmax, config).items()}
+    scales = smoothquant(tensors, absmax, config).scales
+    return Smoothing({g: 1 / s.square() for g, s in scales.items()}, dict.fromkeys(scales, "bad"))
 
 
 def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypatch, caplog):
     source = write_model()
-    monkeypatch.setattr(trial, "SMOOTHERS", {"smoothquant": harmful, "none": None})
+    monkeypatch.setattr(recipe, "smoothquant", harmful)
     with caplog.at_level(logging.WARNING, logger="quasar"):
-        report = run(source, tmp_path / "out")
+        report = run(source, tmp_path / "out", smooth="smoothquant")
     assert "worse than round-to-nearest" in caplog.text
     monkeypatch.undo()
     monkeypatch.setattr("quasar.quantization.calibrate.CALIBRATION_TOKENS", 800)
@@ -190,7 +191,7 @@ def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypa
     for entry in content["linears"]:
         assert entry["smoothing"] == "none"
         assert entry["relative_error"] == entry["relative_error_rtn"]
-    assert report.kept == report.result.rtn
+    assert not report.kept
 
 
 class Interrupt(BaseException):
@@ -287,7 +288,7 @@ def test_weights_that_are_no_numbers_are_named(write_model, tmp_path, name, valu
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
-@pytest.mark.parametrize("smooth", ["smoothquant", "none"])
+@pytest.mark.parametrize("smooth", ["search", "smoothquant", "none"])
 def test_a_model_whose_logits_overflow_is_refused(write_model, tmp_path, name, smooth):
     """Every weight is finite, the sums are not."""
     source = write_model()
@@ -326,7 +327,9 @@ def test_missing_tensors_are_refused_before_any_work(write_model, tmp_path):
     ("options", "message"),
     [
         ({"scheme": "w4a8"}, "--scheme w4a8 is not available in this version.*w8a8"),
-        ({"smooth": "search"}, "--smooth search is not available.*smoothquant and none"),
+        ({"smooth": "os+"}, "--smooth os\\+ is not available.*search, smoothquant, none"),
+        ({"weights": "awq"}, "--weights awq is not available.*rtn, clip, gptq"),
+        ({"group_size": 32}, "--group-size: w8a8 has one scale a row"),
     ],
 )
 def test_options_of_other_versions_are_refused(options, message):

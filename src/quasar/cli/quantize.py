@@ -22,8 +22,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scheme", default="w8a8", help="w8a8 (default)")
     parser.add_argument(
         "--smooth",
-        default="smoothquant",
-        help="smoothquant (default), or none for plain round-to-nearest",
+        default="search",
+        help="search (default): the best scales found for each group of linears; smoothquant; none",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="METHOD",
+        help="how weights are rounded: rtn (to nearest), clip (ranges of least error) or gptq "
+        "(errors made up for by later channels); default: rtn for w8a8, gptq for w4a8",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=options.positive,
+        metavar="N",
+        help="input channels that share a scale, for w4a8: 32 (default), 64 or 128",
     )
     parser.add_argument(
         "--calib",
@@ -45,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from quasar.quantization.pipeline import QuantizeOptions, quantize
 
     file = None if args.calib == BUILTIN else Path(args.calib)
-    recipe = QuantizeOptions(args.scheme, args.smooth, file)
+    recipe = QuantizeOptions(args.scheme, args.smooth, args.weights, args.group_size, file)
     with terminal.progress_bar() as progress:
         checkpoint = open_model(args.model, args.revision, args.offline)
         report = quantize(checkpoint, args.out, recipe, progress)
@@ -57,15 +69,16 @@ def page(report: Report) -> str:
     """The report card for people."""
     result, summary = report.result, report.summary()
     arms = {"bf16": result.bf16, "round-to-nearest": result.rtn}
-    if report.requested != "none":
-        arms[report.requested] = result.recipe
+    if report.requested != report.requested.plain:
+        arms[report.requested.name] = result.recipe
+    arms[f"{report.requested.name}, INT8 head"] = result.int8_head
     rows = [
         (name, f"{arm.kl:.5f}", f"{arm.top1:.2%}", f"{arm.perplexity:.3f}")
         for name, arm in arms.items()
     ]
     facts = terminal.listing(
         [
-            ("kept", f"{report.scheme}, smoothing: {report.smooth}"),
+            ("kept", f"{report.recipe.scheme}, smoothing: {report.recipe.smooth}"),
             ("time", f"{summary['seconds']:.1f} s"),
             ("peak memory", terminal.megabytes(report.peak_rss_bytes)),
         ]

@@ -31,13 +31,15 @@ from quasar.models.tensors import (
     layer_prefix,
 )
 from quasar.quantization.calibrate import SEQUENCE_TOKENS, calibration_text
+from quasar.quantization.recipe import GROUP_SIZES, SMOOTHING, WEIGHTS, Recipe, default_recipe
 from quasar.quantization.report import REPORT_FILE, Report
-from quasar.quantization.smooth import SMOOTHERS
 from quasar.quantization.trial import Trial, TrialResult, workers
 from quasar.quantization.weights import QuantizedLayer
 from quasar.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("quasar")
+
+STORED_SCHEMES = ("w8a8",)
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with a stage's name, steps done and steps in all; what it raises stops the run."""
@@ -48,20 +50,35 @@ class QuantizeOptions:
     """What to make of a checkpoint. Refuses what this version cannot do."""
 
     scheme: str = "w8a8"
-    smooth: str = "smoothquant"
+    smooth: str = "search"
+    weights: str | None = None
+    """How weights are rounded; None for the scheme's default."""
+    group_size: int | None = None
+    """Input channels that share a scale, for 4-bit weights; None for the default."""
     calibration: Path | None = None
     """A UTF-8 text; None for the built-in one."""
 
     def __post_init__(self) -> None:
         for option, value, known in (
-            ("--scheme", self.scheme, ("w8a8",)),
-            ("--smooth", self.smooth, tuple(SMOOTHERS)),
+            ("--scheme", self.scheme, STORED_SCHEMES),
+            ("--smooth", self.smooth, SMOOTHING),
+            ("--weights", self.weights, (None, *WEIGHTS)),
         ):
             if value not in known:
                 raise UsageError(
-                    f"{option} {value} is not available in this version, "
-                    f"which has {' and '.join(known)}"
+                    f"{option} {value} is not available in this version, which has "
+                    f"{', '.join(name for name in known if name)}"
                 )
+        if self.group_size is not None and self.scheme == "w8a8":
+            raise UsageError("--group-size: w8a8 has one scale a row of weights, no groups")
+        if self.group_size not in (None, *GROUP_SIZES):
+            raise UsageError(
+                f"--group-size {self.group_size} is none of {', '.join(map(str, GROUP_SIZES))}"
+            )
+
+    @property
+    def recipe(self) -> Recipe:
+        return default_recipe(self.scheme, self.smooth, self.weights, self.group_size)
 
 
 def quantize(
@@ -80,14 +97,14 @@ def quantize(
     with CheckpointWriter(out) as writer:
         result = run.write_recipe(writer)
         if result.recipe.kl <= result.rtn.kl:
-            return run.finish(writer, result, run.options.smooth)
+            return run.finish(writer, result, kept=True)
     log.warning(
         "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept instead",
-        *(run.options.smooth, result.recipe.kl, result.rtn.kl),
+        *(run.recipe.name, result.recipe.kl, result.rtn.kl),
     )
     with CheckpointWriter(out) as writer:
         run.write_plain(writer)
-        return run.finish(writer, result, "none")
+        return run.finish(writer, result, kept=False)
 
 
 class _Run:
@@ -98,7 +115,7 @@ class _Run:
     ) -> None:
         """Everything that can be refused about the input is refused here."""
         self.started = time.perf_counter()
-        self.checkpoint, self.options, self.progress = checkpoint, options, progress
+        self.checkpoint, self.recipe, self.progress = checkpoint, options.recipe, progress
         if checkpoint.quantization is not None:
             raise CheckpointError(f"{checkpoint.path} is already quantised")
         self.config = parse_config(checkpoint.config)
@@ -111,7 +128,7 @@ class _Run:
         """All tensors as the recipe makes them, and what that does to the model's predictions."""
         with workers() as pool:
             table = self.checkpoint.tensor(EMBEDDING)
-            trial = Trial(self.config, self.options.smooth, self.text, table, pool)
+            trial = Trial(self.config, self.recipe, self.text, table, pool)
             del table
             self._write(writer, "layers", trial.advance)
             norm = final_norm(self.checkpoint, self.config)
@@ -124,8 +141,8 @@ class _Run:
         """Finite weights can still overflow on the way to the logits; KL would compare nothing."""
         arms = {
             "": result.bf16,
-            " in W8A8": result.rtn,
-            f" in W8A8 with {self.options.smooth}": result.recipe,
+            " when rounded to integers": result.rtn,
+            f" when quantised by {self.recipe.name}": result.recipe,
         }
         for form, arm in arms.items():
             if not (math.isfinite(arm.kl) and math.isfinite(arm.perplexity)):
@@ -136,7 +153,8 @@ class _Run:
 
     def write_plain(self, writer: CheckpointWriter) -> None:
         """All tensors by round-to-nearest."""
-        self._write(writer, "round-to-nearest", lambda _, tensors: QuantizedLayer.round(tensors))
+        format = self.recipe.format
+        self._write(writer, "round-to-nearest", lambda _, x: QuantizedLayer.round(x, format))
 
     def _write(
         self,
@@ -158,15 +176,14 @@ class _Run:
             writer.add(name, self.checkpoint.tensor(name))
         self.checkpoint.release()
 
-    def finish(self, writer: CheckpointWriter, result: TrialResult, smooth: str) -> Report:
+    def finish(self, writer: CheckpointWriter, result: TrialResult, kept: bool) -> Report:
         """Everything but the tensors; then the folder becomes visible."""
         writer.add_json("config.json", folder_config(self.checkpoint))
         with writer.failures():
             self.tokenizer.save(writer.folder)
         report = Report(
-            scheme=self.options.scheme,
-            smooth=smooth,
-            requested=self.options.smooth,
+            requested=self.recipe,
+            kept=kept,
             source=self.checkpoint.path.name,
             source_sha256=self.checkpoint.fingerprint(),
             text=self.text,
