@@ -205,7 +205,8 @@ class GgufCheckpoint(Checkpoint):
             # Llama 3's divisors do not depend on the context: LongRoPE with one set for both.
             if scaling.setdefault("rope_type", "longrope") != "longrope" or len(divisors) != 2:
                 raise CheckpointError(
-                    f"{self.path}: tensors of rope factors do not fit rope.scaling {scaling}"
+                    f"{self.path}: {len(divisors)} tensors of rope factors do not fit "
+                    f"rope.scaling.type {scaling['rope_type']!r}"
                 )
             scaling["short_factor"], scaling["long_factor"] = divisors
             attention = config.pop(f"{self._prefix}rope.scaling.attn_factor", 1.0)
