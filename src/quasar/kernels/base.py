@@ -7,6 +7,7 @@ specification.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -64,8 +65,35 @@ class Int4Weight:
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scale.shape[1]
 
+    def check(self) -> None:
+        """Raise ValueError for what is not of this form: no kernel could keep it."""
+        for name, tensor, dtype in (
+            ("codes", self.codes, torch.uint8),
+            ("scale", self.scale, torch.float32),
+            ("zero", self.zero, torch.uint8),
+        ):
+            if tensor.dtype != dtype or tensor.ndim != 2 or tensor.numel() == 0:
+                raise ValueError(f"{name} of a W4A8 weight must be a {dtype} matrix")
+        (out, columns), groups = self.codes.shape, self.scale.shape[1]
+        if self.scale.shape != (out, groups) or self.zero.shape != (out, groups):
+            raise ValueError("scale and zero of a W4A8 weight must be [out, groups]")
+        if columns % groups or columns // groups not in GROUP_SIZES:
+            raise ValueError(
+                f"{columns} inputs in {groups} groups: W4A8 needs groups of {GROUP_SIZES}"
+            )
+        if max(int(self.codes.max()), int(self.zero.max())) > 15:
+            raise ValueError("a W4A8 weight has codes or zero points above 15")
+        # Sign, 8 bits of exponent and 4 of mantissa; an exponent of 0 or 255 is no normal number.
+        words = self.scale.view(torch.int32)
+        if bool(((words & 0x7FFFF) != 0).any() or (words < 1 << 23).any() or (words >= 255 << 23).any()):
+            raise ValueError(
+                "a W4A8 weight has scales that are not positive, normal and of 5 significant bits"
+            )
 
-LinearWeight = DenseWeight | Int8Weight
+
+GROUP_SIZES = (32, 64, 128)
+"""Of Int4Weight."""
+LinearWeight = DenseWeight | Int8Weight | Int4Weight
 Activation = Literal["silu", "gelu_tanh"]
 """silu(g) = g / (1 + e^-g); gelu_tanh(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3)))."""
 
@@ -82,9 +110,16 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
     if len(dense) == len(weights):
         return DenseWeight(torch.cat([w.weight for w in dense]), bias)
     int8 = [w for w in weights if isinstance(w, Int8Weight)]
-    if len(int8) != len(weights):
-        raise ValueError("linears that are fused must share one precision")
-    return Int8Weight(torch.cat([w.codes for w in int8]), torch.cat([w.scale for w in int8]), bias)
+    if len(int8) == len(weights):
+        return Int8Weight(*(_stack(int8, name) for name in ("codes", "scale")), bias)
+    int4 = [w for w in weights if isinstance(w, Int4Weight)]
+    if len(int4) != len(weights) or len({w.group_size for w in int4}) > 1:
+        raise ValueError("linears that are fused must share one precision and group size")
+    return Int4Weight(*(_stack(int4, name) for name in ("codes", "scale", "zero")), bias)
+
+
+def _stack(weights: Sequence[LinearWeight], name: str) -> Tensor:
+    return torch.cat([getattr(weight, name) for weight in weights])
 
 
 class PackedLinear(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quasar.checkpoints.base import Checkpoint, check_tensors
 from quasar.errors import CheckpointError
-from quasar.kernels.base import DenseWeight, Int8Weight, LinearWeight, concatenate
+from quasar.kernels.base import DenseWeight, Int4Weight, Int8Weight, LinearWeight, concatenate
 from quasar.models.config import ModelConfig
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -138,7 +138,9 @@ def _rows(weight: LinearWeight, rows: slice) -> LinearWeight:
     bias = None if weight.bias is None else weight.bias[rows]
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.weight[rows], bias)
-    return Int8Weight(weight.codes[rows], weight.scale[rows], bias)
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.codes[rows], weight.scale[rows], bias)
+    return Int4Weight(weight.codes[rows], weight.scale[rows], weight.zero[rows], bias)
 
 
 def storable_norm(weight: Tensor, config: ModelConfig) -> Tensor:

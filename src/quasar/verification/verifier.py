@@ -72,10 +72,10 @@ def load_verifier(
     for name, value in (("verifier", precision), ("head", head_precision)):
         if value not in PRECISIONS:
             raise UsageError(f"--{name} {value} is unknown; it is one of {', '.join(PRECISIONS)}")
-    held = "bf16" if checkpoint.quantization is None else "w8a8"
-    if held != precision:
+    if checkpoint.precision != precision:
         raise UsageError(
-            f"{checkpoint.path} holds {held} weights: --verifier {precision} needs others"
+            f"{checkpoint.path} holds {checkpoint.precision} weights: --verifier {precision} needs "
+            "others"
         )
 
     head = quantize_head if head_precision == "w8a8" else DenseWeight
