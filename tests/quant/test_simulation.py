@@ -30,7 +30,9 @@ def test_products_equal_the_reference_kernel_bit_for_bit(shape):
 def measure(arms, head, targets):
     steps = []
     with ThreadPoolExecutor(2) as pool:
-        found = compare(list(arms), head, targets, pool, lambda done, total: steps.append((done, total)))
+        found = compare(
+            list(arms), head, targets, pool, lambda done, total: steps.append((done, total))
+        )
     assert steps[-1] == (len(head), len(head))
     return found
 

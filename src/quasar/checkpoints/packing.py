@@ -1,4 +1,4 @@
-"""The tensors that stand for one linear in a compressed-tensors folder; docs/format.md has them all.
+"""The tensors that stand for one linear in a compressed-tensors folder, as docs/format.md has them.
 
 4-bit integers lie eight to a 32-bit word, the first in the lowest bits. The format counts them from
 -8 to 7 and adds 8 before packing, so what is packed is our 0..15 as it is.
@@ -27,7 +27,7 @@ def words(count: int) -> int:
 def pack(codes: Tensor) -> Tensor:
     """[rows, n] uint8 in 0..15 -> [rows, words(n)] int32, zeros behind."""
     padded = F.pad(codes, (0, -codes.shape[1] % PER_WORD))
-    return (padded[:, ::2] | padded[:, 1::2] << 4).view(torch.int32)
+    return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:

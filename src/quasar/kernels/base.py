@@ -85,7 +85,9 @@ class Int4Weight:
             raise ValueError("a W4A8 weight has codes or zero points above 15")
         # Sign, 8 bits of exponent and 4 of mantissa; an exponent of 0 or 255 is no normal number.
         words = self.scale.view(torch.int32)
-        if bool(((words & 0x7FFFF) != 0).any() or (words < 1 << 23).any() or (words >= 255 << 23).any()):
+        if bool(
+            ((words & 0x7FFFF) != 0).any() or (words < 1 << 23).any() or (words >= 255 << 23).any()
+        ):
             raise ValueError(
                 "a W4A8 weight has scales that are not positive, normal and of 5 significant bits"
             )

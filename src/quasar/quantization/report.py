@@ -69,6 +69,7 @@ class Report:
             "quasar_version": __version__,
             "summary": self.summary(),
             "weights": self.recipe.weights,
+            "head": "bf16",
             "requested": {
                 "smooth": self.requested.smooth,
                 "weights": self.requested.weights,

@@ -105,6 +105,16 @@ class Trial:
         self.targets = torch.cat([ids[1:] for ids in text.held_out])
         self.errors: list[LinearError] = []
 
+    @property
+    def states(self) -> dict[str, list[Tensor]]:
+        """The residual streams of all texts: all that the next layer needs. May be replaced."""
+        return {
+            "calibration": self.calibration,
+            "bf16": self.bf16,
+            "quantized": self.quantized,
+            "rtn": self.rtn,
+        }
+
     def advance(self, index: int, tensors: LayerTensors) -> QuantizedLayer:
         """Move every text through one layer; gives the layer as the recipe quantises it."""
         layer = Layer(self.config, index, tensors)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quasar.checkpoints.packing import stored_linear
 from quasar.kernels.base import DenseWeight, Int4Weight, Int8Weight
 from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
@@ -177,11 +178,13 @@ class QuantizedLayer:
         return cls.of(tensors, linears)
 
     def stored(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-        """The family's names and tensors in the compressed-tensors layout `int-quantized`."""
+        """The tensors of a compressed-tensors folder by the family's names."""
         yield from stored_norms(self.norms, config).items()
-        for name, weight in stored_linears(self.linears, config).items():
-            assert isinstance(weight, Int8Weight)
-            yield f"{name}.weight", weight.codes
-            yield f"{name}.weight_scale", weight.scale[:, None]
-            if weight.bias is not None:
-                yield f"{name}.bias", weight.bias.bfloat16()
+        for module, weight in stored_linears(self.linears, config).items():
+            for part, tensor in stored_linear(weight):
+                yield f"{module}.{part}", tensor
+
+    def dense(self, config: ModelConfig) -> list[str]:
+        """The linears that were left in BF16, by the family's names."""
+        linears = stored_linears(self.linears, config)
+        return [name for name, weight in linears.items() if isinstance(weight, DenseWeight)]
