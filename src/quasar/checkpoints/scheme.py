@@ -13,7 +13,7 @@ from typing import Any
 from quasar.errors import CheckpointError
 from quasar.kernels.base import GROUP_SIZES
 
-_TOP = {
+_TOP: dict[str, tuple[Any, ...]] = {
     "quant_method": ("compressed-tensors",),
     "format": ("int-quantized", "pack-quantized"),
     "quantization_status": (None, "compressed", "frozen"),

@@ -113,11 +113,12 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
         return DenseWeight(torch.cat([w.weight for w in dense]), bias)
     int8 = [w for w in weights if isinstance(w, Int8Weight)]
     if len(int8) == len(weights):
-        return Int8Weight(*(_stack(int8, name) for name in ("codes", "scale")), bias)
+        return Int8Weight(_stack(int8, "codes"), _stack(int8, "scale"), bias)
     int4 = [w for w in weights if isinstance(w, Int4Weight)]
     if len(int4) != len(weights) or len({w.group_size for w in int4}) > 1:
         raise ValueError("linears that are fused must share one precision and group size")
-    return Int4Weight(*(_stack(int4, name) for name in ("codes", "scale", "zero")), bias)
+    codes, scale, zero = (_stack(int4, name) for name in ("codes", "scale", "zero"))
+    return Int4Weight(codes, scale, zero, bias)
 
 
 def _stack(weights: Sequence[LinearWeight], name: str) -> Tensor:

@@ -351,31 +351,34 @@ def blank_layer(config: ModelConfig, format: WeightFormat) -> QuantizedLayer:
 
 
 def folder_config(
-    checkpoint: Checkpoint, format: WeightFormat, dense: Sequence[str] = ()
+    checkpoint: Checkpoint, weight_format: WeightFormat, dense: Sequence[str] = ()
 ) -> dict[str, Any]:
     """config.json of the quantised folder; `dense` names the linears left in BF16.
 
-    Only fields that every release of compressed-tensors accepts: its classes forbid unknown ones.
+    For W8A8 only fields that every release of compressed-tensors accepts: its classes forbid
+    unknown ones.
     """
     config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
     # GGUF does not name the class; transformers calls it so for every family supported here.
     config.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])
+    format = "int-quantized" if weight_format.bits == 8 else "pack-quantized"
     int8 = {"num_bits": 8, "type": "int", "symmetric": True}
-    weights = {**int8, "strategy": "channel"}
-    if format.bits == 4:
-        weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
-        weights["group_size"] = format.group_size
-    group = {
+    group: dict[str, Any] = {
         "targets": ["Linear"],
-        "weights": {**weights, "dynamic": False},
+        "weights": {**int8, "strategy": "channel", "dynamic": False},
         "input_activations": {**int8, "strategy": "token", "dynamic": True},
         "output_activations": None,
     }
+    if weight_format.bits == 4:
+        group["weights"] |= {"num_bits": 4, "symmetric": False, "strategy": "group"}
+        group["weights"]["group_size"] = weight_format.group_size
+        # The library would take 4-bit weights with quantised inputs to be int-quantized.
+        group["format"] = format
     return config | {
         "torch_dtype": "bfloat16",
         "quantization_config": {
             "quant_method": "compressed-tensors",
-            "format": "int-quantized" if format.bits == 8 else "pack-quantized",
+            "format": format,
             "quantization_status": "compressed",
             "ignore": ["lm_head", *dense],
             "config_groups": {"group_0": group},
