@@ -187,13 +187,21 @@ def check_groups(config: ModelConfig, format: WeightFormat) -> None:
 def check_space(folder: Path, source: Source) -> None:
     """UsageError if the disk has no room; `folder` is there and may hold an interrupted run."""
     there = sum(path.stat().st_size for path in folder.iterdir())
-    needed = sum(plan(source.tensors(), source.options.shard_bytes)) + 2 * source.state_bytes
-    free = shutil.disk_usage(folder).free
-    if needed - there > free:
+    needed, free = space_needed(source) - there, free_space(folder)
+    if needed > free:
         raise UsageError(
-            f"{folder.parent} has {free / 1e6:,.0f} MB free, of {(needed - there) / 1e6:,.0f} MB "
-            "that are needed"
+            f"{folder.parent} has {free / 1e6:,.0f} MB free, of {needed / 1e6:,.0f} MB that are "
+            "needed"
         )
+
+
+def space_needed(source: Source) -> int:
+    """Bytes on disk: the weights, and two save points, one of them in the making."""
+    return sum(plan(source.tensors(), source.options.shard_bytes)) + 2 * source.state_bytes
+
+
+def free_space(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 class _Run:
