@@ -46,7 +46,9 @@ def test_own_calibration_text(quasar, model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--smooth", "search"), ("--smooth search", "not available in this version")),
+        (("--smooth", "awq"), ("--smooth awq", "not available in this version")),
+        (("--weights", "awq"), ("--weights awq", "not available in this version")),
+        (("--group-size", "64"), ("--group-size", "w8a8")),
         (("--scheme", "w4a8"), ("--scheme w4a8", "not available in this version")),
         (("--scheme", "int3"), ("--scheme int3",)),
         (("--head", "w8a8"), ("--head w8a8", "generate or evaluate")),

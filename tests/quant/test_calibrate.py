@@ -9,16 +9,19 @@ import torch
 
 from quasar.checkpoints import open_checkpoint
 from quasar.errors import UsageError
+from quasar.models.tensors import GROUPS
 from quasar.quantization.calibrate import (
     CALIBRATION_TOKENS,
     HELD_OUT_TOKENS,
     LARGEST_FILE,
-    ChannelMaxima,
+    Inputs,
+    LayerInputs,
     SampledRows,
     builtin_passages,
     calibration_text,
     cut,
     parse_passages,
+    sample_groups,
 )
 from quasar.text.tokenizer import load_tokenizer
 
@@ -129,10 +132,55 @@ def test_missing_folder_and_huge_files_are_refused(tokenizer, tmp_path):
 
 def test_observers():
     x = torch.tensor([[1.0, -5.0], [-3.0, 2.0]])
-    maxima, rows = ChannelMaxima(), SampledRows()
-    maxima("o", x)
+    inputs, rows = LayerInputs(stride=2), SampledRows()
+    inputs("o", x)
     rows("o", x)
-    assert maxima["o"].tolist() == [3.0, 5.0]
+    assert inputs.absmax["o"].tolist() == [3.0, 5.0]
+    assert inputs["o"].tolist() == [[1.0, -5.0]]
     assert torch.equal(rows["o"], x)
     rows("qkv", torch.arange(1000.0)[:, None])
     assert len(rows["qkv"]) == 32 and rows["qkv"][-1] > 900
+
+
+def seen_in_a_layer(lengths):
+    """Observers of sequences whose every input is (sequence number, position)."""
+    observers = []
+    for number, length in enumerate(lengths):
+        observers.append(LayerInputs(stride=2))
+        x = torch.stack([torch.full((length,), float(number)), torch.arange(float(length))], dim=1)
+        for group in GROUPS:
+            observers[-1](group, x)
+    return observers
+
+
+def test_sequences_fit_or_check():
+    residuals = [torch.full((n, 3), float(i + 1)) for i, n in enumerate((5, 4, 6))]
+    sample = sample_groups(seen_in_a_layer((5, 4, 6)), residuals)
+    assert set(sample) == set(GROUPS)
+    fitting, checking = sample["qkv"].fitting, sample["qkv"].checking
+    assert fitting.rows.tolist() == [[0, 0], [0, 2], [0, 4], [2, 0], [2, 2], [2, 4]]
+    assert checking.rows.tolist() == [[1, 0], [1, 2]]
+    assert sample["qkv"].absmax.tolist() == [2.0, 5.0]
+    for group in GROUPS:
+        for inputs in (sample[group].fitting, sample[group].checking):
+            assert float(inputs.token_weight.sum()) == pytest.approx(1.0)
+    assert len(fitting.token_weight.unique()) == 1
+    # Sequences 0 and 2 have residuals of size 1 and 3.
+    weight = sample["down"].fitting.token_weight
+    assert float(weight[0] / weight[3]) == pytest.approx(9.0)
+
+
+def test_a_single_sequence_is_halved():
+    sample = sample_groups(seen_in_a_layer((8,)), [torch.ones(8, 3)])
+    assert sample["o"].fitting.rows[:, 1].tolist() == [0, 2]
+    assert sample["o"].checking.rows[:, 1].tolist() == [4, 6]
+
+
+def test_moments():
+    rows = torch.randn(7, 3, generator=torch.Generator().manual_seed(1))
+    inputs = Inputs.of([rows[:4], rows[4:]], [torch.ones(4), torch.ones(3) * 3])
+    weight = torch.tensor([1.0] * 4 + [3.0] * 3) / 13
+    expected = sum(w * torch.outer(x, x) for w, x in zip(weight, rows, strict=True))
+    assert torch.allclose(inputs.moments(), expected, atol=1e-6)
+    assert torch.allclose(inputs.energy(), expected.diagonal(), atol=1e-6)
+    assert inputs.thinned(3).rows.tolist() == rows[::2].tolist()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from quasar.kernels.base import Int8Weight
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
 from quasar.models.tensors import LINEARS
-from quasar.quantization import trial
+from quasar.quantization import recipe, saving
 from quasar.quantization.pipeline import QuantizeOptions, quantize
-from quasar.quantization.smooth import smoothquant
+from quasar.quantization.smooth import Smoothing, smoothquant
 from quasar.quantization.weights import round_to_nearest
 
 FAMILIES = sorted(tiny.CONFIGS)
+GROUPABLE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+"""Sizes of whole groups of 32."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +37,7 @@ def short_texts(monkeypatch):
     monkeypatch.setattr("quasar.quantization.calibrate.HELD_OUT_TOKENS", 200)
 
 
-def run(folder, out, smooth="smoothquant", **options):
+def run(folder, out, smooth="search", **options):
     return quantize(open_checkpoint(folder), out, QuantizeOptions(smooth=smooth), **options)
 
 
@@ -123,7 +126,7 @@ def test_report(write_model, tmp_path):
         *("scheme", "smooth", "group_size", "kl", "kl_rtn", "top1", "top1_rtn", "perplexity"),
         *("perplexity_rtn", "perplexity_bf16", "seconds", "peak_rss_bytes"),
     ]
-    assert (summary["scheme"], summary["smooth"]) == ("w8a8", "smoothquant")
+    assert (summary["scheme"], summary["smooth"]) == ("w8a8", "search")
     assert summary["group_size"] is None
     assert 0 < summary["kl"] < summary["kl_rtn"]
     assert 0 < summary["top1_rtn"] <= summary["top1"] <= 1
@@ -140,7 +143,7 @@ def test_report(write_model, tmp_path):
     expected = [f"model.layers.{i}.{name}" for i in range(2) for name in LINEARS]
     assert [entry["name"] for entry in linears] == expected
     for entry in linears:
-        assert (entry["scheme"], entry["smoothing"]) == ("w8a8", "smoothquant")
+        assert entry["scheme"] == "w8a8" and entry["smoothing"]
         assert 0 < entry["relative_error"] < 0.2
     before, after = (
         sum(e[key] for e in linears) for key in ("relative_error_rtn", "relative_error")
@@ -167,14 +170,15 @@ def test_no_smoothing_is_round_to_nearest(write_model, tmp_path):
 
 def harmful(tensors, absmax, config):
     """Makes outliers of what were none."""
-    return {g: 1 / s.square() for g, s in smoothquant(tensors, absmax, config).items()}
+    scales = smoothquant(tensors, absmax, config).scales
+    return Smoothing({g: 1 / s.square() for g, s in scales.items()}, dict.fromkeys(scales, "bad"))
 
 
 def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypatch, caplog):
     source = write_model()
-    monkeypatch.setattr(trial, "SMOOTHERS", {"smoothquant": harmful, "none": None})
+    monkeypatch.setattr(recipe, "smoothquant", harmful)
     with caplog.at_level(logging.WARNING, logger="quasar"):
-        report = run(source, tmp_path / "out")
+        report = run(source, tmp_path / "out", smooth="smoothquant")
     assert "worse than round-to-nearest" in caplog.text
     monkeypatch.undo()
     monkeypatch.setattr("quasar.quantization.calibrate.CALIBRATION_TOKENS", 800)
@@ -190,41 +194,188 @@ def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypa
     for entry in content["linears"]:
         assert entry["smoothing"] == "none"
         assert entry["relative_error"] == entry["relative_error_rtn"]
-    assert report.kept == report.result.rtn
+    assert not report.kept
 
 
 class Interrupt(BaseException):
     pass
 
 
-@pytest.mark.parametrize("stage", ["layers", "measuring"])
-def test_an_interrupted_run_leaves_nothing(write_model, tmp_path, stage):
-    source = write_model()
-    threads = torch.get_num_threads()
+def contents(folder):
+    """Every file's bytes; of the report what does not depend on the machine's day."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    report = json.loads(found.pop("quantization_report.json"))
+    del report["summary"]["seconds"], report["summary"]["peak_rss_bytes"]
+    return found, report
 
-    def stop(name, done, total):
-        if name == stage and done > 0:
+
+def stop_at(stage, done):
+    """Progress that interrupts a run there."""
+
+    def progress(name, step, total):
+        if (name, step) == (stage, done):
             raise Interrupt
 
-    folder = tmp_path / "new" / "out"
+    return progress
+
+
+def steps_of(stage, steps):
+    return [step for name, step, _ in steps if name == stage]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+@pytest.mark.parametrize(
+    ("stage", "done", "first"),
+    [("layers", 1, 1), ("layers", 2, 2), ("layers", 3, 3), ("measuring", VOCABULARY, 3)],
+)
+def test_an_interrupted_run_goes_on(
+    write_model, tmp_path, caplog, monkeypatch, scheme, stage, done, first
+):
+    """A folder of several shards, stopped after each layer, byte for byte that of one run."""
+    monkeypatch.setattr(saving, "SHARE", 1e9)
+    source = open_checkpoint(write_model(**GROUPABLE, num_hidden_layers=3))
+    options = QuantizeOptions(scheme=scheme, shard_bytes=30_000)
+    quantize(source, tmp_path / "whole", options)
+    threads = torch.get_num_threads()
     with pytest.raises(Interrupt):
-        run(source, folder, progress=stop)
-    assert not folder.exists()
-    assert list(folder.parent.iterdir()) == []
+        quantize(source, tmp_path / "out", options, stop_at(stage, done))
+    assert not (tmp_path / "out").exists()
+    assert "the same command goes on there" in caplog.text
     assert torch.get_num_threads() == threads
-    run(source, folder)
-    assert (folder / "model.safetensors").exists()
+    steps = []
+    quantize(source, tmp_path / "out", options, lambda *step: steps.append(step))
+    assert steps_of("layers", steps) == list(range(first, 4))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not (tmp_path / ".out.partial").exists()
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
 
 
-def test_a_disk_that_fills_up_leaves_nothing(write_model, tmp_path):
-    """Room for config.json, none for tokenizer.json nor for what is buffered of the tensors."""
+def test_nothing_is_left_before_the_first_save(write_model, tmp_path):
+    source = write_model()
+    with pytest.raises(Interrupt):
+        run(source, tmp_path / "new" / "out", progress=stop_at("layers", 0))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", ["round-to-nearest", "measuring"])
+def test_a_run_that_falls_back_goes_on(write_model, tmp_path, monkeypatch, stage):
+    """Round-to-nearest begins anew, but nothing is measured twice."""
+    monkeypatch.setattr(recipe, "smoothquant", harmful)
+    source, options = open_checkpoint(write_model()), QuantizeOptions(smooth="smoothquant")
+    quantize(source, tmp_path / "whole", options)
+    last = {"round-to-nearest": 1, "measuring": VOCABULARY}
+    with pytest.raises(Interrupt):
+        quantize(source, tmp_path / "out", options, stop_at(stage, last[stage]))
+    steps = []
+    quantize(source, tmp_path / "out", options, lambda *step: steps.append(step))
+    assert steps_of("round-to-nearest", steps) == [0, 1, 2]
+    assert (steps_of("measuring", steps) == []) == (stage == "round-to-nearest")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def killed_run(source, out, options=None):
+    """What a run that could not clean up leaves: no lock, a shard with more than was saved."""
+    with pytest.raises(Interrupt):
+        quantize(open_checkpoint(source), out, options, stop_at("layers", 1))
+    partial = out.parent / f".{out.name}.partial"
+    with (partial / "shard-0").open("ab") as shard:
+        shard.write(b"half a tensor")
+    (partial / "state.json.new").write_text("{")
+    return partial
+
+
+def test_a_killed_run_goes_on(write_model, tmp_path):
+    source = write_model()
+    run(source, tmp_path / "whole")
+    killed_run(source, tmp_path / "out")
+    steps = []
+    run(source, tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert steps_of("layers", steps) == [1, 2]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["options", "calibration", "shards", "source", "version"])
+def test_another_run_starts_anew_and_says_so(write_model, tmp_path, monkeypatch, caplog, change):
+    source = write_model()
+    killed_run(source, tmp_path / "out")
+    options = QuantizeOptions()
+    if change == "options":
+        options = QuantizeOptions(smooth="none")
+    elif change == "calibration":
+        (tmp_path / "mine.txt").write_text("All that is gold does not glitter.\n" * 200)
+        options = QuantizeOptions(calibration=tmp_path / "mine.txt")
+    elif change == "shards":
+        options = QuantizeOptions(shard_bytes=30_000)
+    elif change == "source":
+        tensors = stored(source)
+        tensors["model.norm.weight"] *= 2
+        save_file(tensors, source / "model.safetensors")
+    else:
+        monkeypatch.setattr("quasar.quantization.pipeline.__version__", "0.0.0")
+    steps = []
+    quantize(open_checkpoint(source), tmp_path / "out", options, lambda *step: steps.append(step))
+    assert "another model or other options" in caplog.text
+    assert steps_of("layers", steps) == [0, 1, 2]
+    quantize(open_checkpoint(source), tmp_path / "whole", options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "state.json").write_text("{"),
+        lambda folder: (folder / "state.json").write_text("{}"),
+        lambda folder: (folder / "shard-0").unlink(),
+        lambda folder: os.truncate(folder / "shard-0", 300),
+        lambda folder: (folder / "point-1").unlink(),
+        lambda folder: os.truncate(folder / "point-1", 300),
+    ],
+)
+def test_a_damaged_save_starts_anew(write_model, tmp_path, caplog, damage):
+    source = write_model()
+    damage(killed_run(source, tmp_path / "out"))
+    steps = []
+    run(source, tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert "damaged" in caplog.text and steps_of("layers", steps) == [0, 1, 2]
+    run(source, tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_faults_of_the_model_leave_nothing_though_saved(write_model, tmp_path):
+    """Going on would meet the same weight again."""
+    source = write_model()
+    tensors = stored(source)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight.* NaN"):
+        run(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+def test_two_runs_into_one_folder(write_model, tmp_path):
+    """The second is refused while the first works, and does it no harm."""
+    source, refused = write_model(), []
+
+    def again(name, done, total):
+        if (name, done) == ("layers", 1):
+            with pytest.raises(QuasarError, match="another process is writing") as error:
+                run(source, tmp_path / "out")
+            refused.append(error)
+
+    run(source, tmp_path / "out", progress=again)
+    assert refused
+    run(source, tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("stage", "done"), [("layers", 1), ("measuring", VOCABULARY)])
+def test_a_disk_that_fills_up(write_model, tmp_path, stage, done):
+    """One clear error, at a save point or at the end; with room again the run goes on."""
     source = write_model()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert (source / "config.json").stat().st_size < 2048
-    assert (source / "tokenizer.json").stat().st_size > 4096
 
-    def fill(name, done, total):
-        if name == "measuring" and done == total:
+    def fill(name, step, total):
+        if (name, step) == (stage, done):
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
 
     try:
@@ -232,7 +383,22 @@ def test_a_disk_that_fills_up_leaves_nothing(write_model, tmp_path):
             run(source, tmp_path / "out", progress=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+    assert not (tmp_path / "out").exists()
+    steps = []
+    run(source, tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert steps_of("layers", steps)[:1] == ([1] if stage == "layers" else [2])
+    run(source, tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_is_refused_before_work(write_model, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    steps = []
+    with pytest.raises(UsageError, match="has 0 MB free, of 1 MB that are needed"):
+        run(write_model(), tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert steps == []
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
 
 
 def test_progress_reaches_the_end_of_each_stage(write_model, tmp_path):
@@ -287,7 +453,7 @@ def test_weights_that_are_no_numbers_are_named(write_model, tmp_path, name, valu
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
-@pytest.mark.parametrize("smooth", ["smoothquant", "none"])
+@pytest.mark.parametrize("smooth", ["search", "smoothquant", "none"])
 def test_a_model_whose_logits_overflow_is_refused(write_model, tmp_path, name, smooth):
     """Every weight is finite, the sums are not."""
     source = write_model()
@@ -325,8 +491,10 @@ def test_missing_tensors_are_refused_before_any_work(write_model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "w4a8"}, "--scheme w4a8 is not available in this version.*w8a8"),
-        ({"smooth": "search"}, "--smooth search is not available.*smoothquant and none"),
+        ({"scheme": "w2a8"}, "--scheme w2a8 is not available in this version.*w8a8, w4a8"),
+        ({"smooth": "os+"}, "--smooth os\\+ is not available.*search, smoothquant, none"),
+        ({"weights": "awq"}, "--weights awq is not available.*rtn, clip, gptq"),
+        ({"group_size": 32}, "--group-size: w8a8 has one scale a row"),
     ],
 )
 def test_options_of_other_versions_are_refused(options, message):

@@ -10,7 +10,7 @@ import torch
 from quasar.kernels.base import Int8Weight
 from quasar.kernels.reference import ReferenceBackend
 from quasar.quantization import simulation
-from quasar.quantization.simulation import Int8Linear, compare
+from quasar.quantization.simulation import Arm, Int8Linear, compare
 from quasar.quantization.weights import round_to_nearest
 
 
@@ -30,7 +30,9 @@ def test_products_equal_the_reference_kernel_bit_for_bit(shape):
 def measure(arms, head, targets):
     steps = []
     with ThreadPoolExecutor(2) as pool:
-        found = compare(arms, head, targets, pool, lambda done, total: steps.append((done, total)))
+        found = compare(
+            list(arms), head, targets, pool, lambda done, total: steps.append((done, total))
+        )
     assert steps[-1] == (len(head), len(head))
     return found
 
@@ -44,7 +46,7 @@ def test_fidelity_in_tiles_is_that_of_whole_logits(monkeypatch, chunk):
     arms = [torch.randn(13, 12, generator=generator)]
     arms += [arms[0] + noise * torch.randn(13, 12, generator=generator) for noise in (0.01, 0.5)]
     targets = torch.randint(0, 50, (13,), generator=generator)
-    found = measure(arms, head, targets)
+    found = measure(map(Arm, arms), head, targets)
     log_p = [torch.log_softmax(arm.double() @ head.double().t(), dim=-1) for arm in arms]
     for arm, result in zip(log_p, found, strict=True):
         kl = (log_p[0].exp() * (log_p[0] - arm)).sum(dim=-1).mean()
@@ -62,5 +64,5 @@ def test_lowest_token_wins_a_tie_across_chunks(monkeypatch):
     head = torch.zeros(12, 2)
     head[1, 0] = head[9, 0] = head[9, 1] = 1.0
     arms = [torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])]
-    found = measure(arms, head.bfloat16(), torch.tensor([0]))
+    found = measure(map(Arm, arms), head.bfloat16(), torch.tensor([0]))
     assert found[1].top1 == 0.0

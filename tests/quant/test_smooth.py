@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer
 from quasar.models.tensors import GROUPS, INPUT_NORM, POST_NORM, layer_shapes
-from quasar.quantization.calibrate import ChannelMaxima
+from quasar.quantization.calibrate import LayerInputs
 from quasar.quantization.smooth import (
     LIMIT,
     balance,
     fold,
     output_scales,
     smoothquant,
-    unsmoothed,
 )
 
 
@@ -56,8 +55,8 @@ def make_tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
 def observed(config, tensors):
     """A layer's outputs for one random sequence, and the maxima of its inputs."""
     hidden = torch.randn(30, config.hidden_size, generator=torch.Generator().manual_seed(8))
-    maxima = ChannelMaxima()
-    return Layer(config, 0, tensors)(hidden, maxima), maxima
+    inputs = LayerInputs(stride=1)
+    return Layer(config, 0, tensors)(hidden, inputs), inputs.absmax
 
 
 CONFIGS = [make_config(bias, kv) for bias in (False, True) for kv in (1, 2, 4)]
@@ -67,7 +66,7 @@ CONFIGS = [make_config(bias, kv) for bias in (False, True) for kv in (1, 2, 4)]
 def test_folding_preserves_the_function(config):
     tensors = make_tensors(config)
     expected, maxima = observed(config, tensors)
-    folded, scales = fold(tensors, smoothquant(tensors, maxima, config), config)
+    folded, scales = fold(tensors, smoothquant(tensors, maxima, config).scales, config)
     found, _ = observed(config, folded)
     assert set(scales) == set(GROUPS)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
@@ -80,7 +79,7 @@ def test_value_scales_are_bit_neutral(config):
     """Powers of two: outputs equal bit for bit, v stays exact in BF16."""
     tensors = make_tensors(config)
     expected, maxima = observed(config, tensors)
-    scales = {"o": smoothquant(tensors, maxima, config)["o"]}
+    scales = {"o": smoothquant(tensors, maxima, config).scales["o"]}
     assert len(scales["o"].unique()) > 1
     mantissa, _ = torch.frexp(scales["o"])
     assert (mantissa == 0.5).all()
@@ -95,7 +94,7 @@ def test_query_heads_share_the_scales_of_their_kv_head():
     config = make_config()
     tensors = make_tensors(config)
     _, maxima = observed(config, tensors)
-    scales = smoothquant(tensors, maxima, config)
+    scales = smoothquant(tensors, maxima, config).scales
     heads = scales["o"].view(config.kv_heads, 2, config.head_dim)
     assert torch.equal(heads[:, 0], heads[:, 1])
     expected = heads[:, 0].flatten()
@@ -107,7 +106,7 @@ def test_inputs_become_what_the_scales_say(config):
     """Each group's input in the folded layer is the old one divided by the realised scale."""
     tensors = make_tensors(config)
     _, maxima = observed(config, tensors)
-    folded, scales = fold(tensors, smoothquant(tensors, maxima, config), config)
+    folded, scales = fold(tensors, smoothquant(tensors, maxima, config).scales, config)
     _, smoothed = observed(config, folded)
     for group in GROUPS:
         expected = maxima[group] / scales[group]
@@ -121,7 +120,7 @@ def test_norms_are_exact_in_bf16():
     config = make_config()
     tensors = make_tensors(config)
     _, maxima = observed(config, tensors)
-    folded, scales = fold(tensors, smoothquant(tensors, maxima, config), config)
+    folded, scales = fold(tensors, smoothquant(tensors, maxima, config).scales, config)
     for norm, group in ((INPUT_NORM, "qkv"), (POST_NORM, "gate_up")):
         assert torch.equal(folded[norm], folded[norm].bfloat16().float())
         assert torch.allclose(folded[norm] * scales[group], tensors[norm], rtol=1e-6)
@@ -136,7 +135,7 @@ def test_dead_channels_are_left_alone():
     tensors["self_attn.v_proj.weight"][2] = 0.0
     tensors["self_attn.v_proj.bias"][2] = 0.0
     expected, maxima = observed(config, tensors)
-    wanted = smoothquant(tensors, maxima, config)
+    wanted = smoothquant(tensors, maxima, config).scales
     assert wanted["qkv"][4] == wanted["down"][9] == wanted["down"][11] == wanted["o"][2] == 1.0
     folded, _ = fold(tensors, wanted, config)
     found, _ = observed(config, folded)
@@ -147,8 +146,7 @@ def test_dead_channels_are_left_alone():
 def test_no_smoothing_changes_nothing():
     config = make_config()
     tensors = make_tensors(config)
-    _, maxima = observed(config, tensors)
-    folded, scales = fold(tensors, unsmoothed(tensors, maxima, config), config)
+    folded, scales = fold(tensors, {}, config)
     assert scales == {}
     assert all(torch.equal(folded[name], tensors[name]) for name in tensors)
 

@@ -33,6 +33,8 @@ class Checkpoint(Protocol):
     path: Path
     format: str
     """`safetensors`, `gguf` or `compressed-tensors`."""
+    precision: str = "bf16"
+    """That of the linears, as a verifier is named."""
     config: Mapping[str, Any]
     """The keys of config.json; GGUF metadata is translated to them."""
     generation_config: Mapping[str, Any]
@@ -45,20 +47,20 @@ class Checkpoint(Protocol):
     def names(self) -> Sequence[str]:
         """All tensor names, such as `model.layers.0.self_attn.q_proj.weight`.
 
-        The scale of an INT8 weight belongs to the weight and is not listed.
+        Scales and the like belong to their quantised weight and are not listed.
         """
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor without reading it."""
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor in BF16, or the int8 codes of a quantised weight.
+        """One tensor in BF16, or the codes of a quantised weight, one a byte.
 
         It may be a view of the file: writing to it changes this process' copy, until `release`.
         """
 
     def linear(self, module: str) -> LinearWeight:
-        """The linear layer `module`, with its bias if it has one; INT8 if it is so stored."""
+        """The linear layer `module`, with its bias if it has one, in the precision it is stored."""
         return DenseWeight(self.tensor(f"{module}.weight"), self.bias(module))
 
     def bias(self, module: str) -> Tensor | None:

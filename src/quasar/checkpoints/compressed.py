@@ -1,13 +1,13 @@
-"""compressed-tensors folders, scheme W8A8: int8 weights by output channel, activations by token.
+"""compressed-tensors folders: W8A8 (`int-quantized`), W4A8 and W4A16 (`pack-quantized`).
 
-A quantised linear is `weight` I8 [out, in], `weight_scale` [out, 1] F32 or BF16 (weight = codes *
-scale) and an optional `bias`. Modules of the config's `ignore` list are stored in floating point.
-Any other scheme is refused by name.
+A quantised linear is a few tensors below its module's name (docs/format.md); seen from above it is
+`weight` and `bias` as ever. W4A16 has 16-bit activations, so its dequantised weights, rounded once
+to BF16, are the target: such a folder is a BF16 model. Modules of the config's `ignore` list are
+stored in floating point.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,133 +15,178 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quasar.checkpoints.hf import SafetensorsCheckpoint
+from quasar.checkpoints.base import to_bfloat16
+from quasar.checkpoints.hf import Entry, SafetensorsCheckpoint
+from quasar.checkpoints.packing import PACKED, SCALE, SHAPE, ZERO, unpack, words
+from quasar.checkpoints.scheme import parse_scheme
 from quasar.errors import CheckpointError
-from quasar.kernels.base import Int8Weight, LinearWeight
+from quasar.kernels.base import Int4Weight, Int8Weight, LinearWeight
 
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-_WEIGHTS = {**_INT8, "strategy": "channel", "dynamic": False}
-_ACTIVATIONS = {**_INT8, "strategy": "token", "dynamic": True}
-_SCALE = ".weight_scale"
-_MAX_PATTERNS = 64
-_SAFE_PATTERN = re.compile(r"re:\^?(?:\.\*)?(?:[\w-]|\\?\.)*(?:\.\*)?\$?")
-"""Names with `.*` at either end. A free regular expression could take for ever to match."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CompressedCheckpoint(SafetensorsCheckpoint):
-    """A Hugging Face folder whose linears are W8A8."""
+    """A Hugging Face folder whose linears are quantised."""
 
     format = "compressed-tensors"
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         quantization = config["quantization_config"]
-        where = f"{path / 'config.json'}: quantization_config"
-        if not isinstance(quantization, dict):
-            raise CheckpointError(f"{where} is not an object")
-        ignore = _check_scheme(quantization, where)
-        self._ignore = frozenset(ignore)
-        self._ignore_patterns = [i.removeprefix("re:") for i in ignore if i.startswith("re:")]
+        self.scheme = parse_scheme(quantization, f"{path / 'config.json'}: quantization_config")
         super().__init__(path, config)
+        self.precision = self.scheme.precision
         self.quantization = quantization
-        self._names = tuple(n for n in self._names if not n.endswith(_SCALE))
-        for name, entry in self._entries.items():
-            if name.endswith(_SCALE):
-                self._check_scale(name)
-            elif entry.dtype == torch.int8:
-                self._check_weight(name)
-            elif self._is_plain_linear(name):
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """[out, in] by the name of the weight, of quantised linears."""
+        for name in self._entries:
+            module, _, part = name.rpartition(".")
+            if part in (SCALE, ZERO, SHAPE, "weight_g_idx"):
+                self._check_part(module, part)
+            elif part == self._stem and (self.scheme.packed or self._is_int8(name)):
+                self._shapes[f"{module}.weight"] = self._checked_shape(module)
+            elif part == "weight" and self._is_plain_linear(module):
                 raise CheckpointError(
                     f"{self.where(name)} is not quantised, yet `ignore` does not list it"
                 )
+        parts = (f".{SCALE}", f".{ZERO}", f".{SHAPE}", f".{PACKED}")
+        plain = [name for name in self._names if not name.endswith(parts)]
+        self._names = tuple(dict.fromkeys((*plain, *self._shapes)))
 
     def linear(self, module: str) -> LinearWeight:
-        name = f"{module}.weight"
-        if self.entry(name).dtype != torch.int8:
+        if f"{module}.weight" not in self._shapes or self.precision == "bf16":
             return super().linear(module)
-        return Int8Weight(self.tensor(name), self._scale(module), self.bias(module))
+        if self.precision == "w8a8":
+            codes = self.entry(f"{module}.weight").read()
+            return Int8Weight(codes, self._scale(module).flatten(), self.bias(module))
+        return self._int4(module)
+
+    def precision_of(self, module: str) -> str:
+        """The scheme of a linear, or bf16, without reading it."""
+        return self.scheme.name if f"{module}.weight" in self._shapes else "bf16"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes.get(name) or super().shape(name)
 
     def tensor(self, name: str) -> Tensor:
-        entry = self.entry(name)
-        return entry.read() if entry.dtype == torch.int8 else super().tensor(name)
+        if name not in self._shapes:
+            return super().tensor(name)
+        module = name.removesuffix(".weight")
+        if self.scheme.name == "w8a8":
+            return self.entry(name).read()
+        if self.scheme.name == "w4a8":
+            return self._codes(module)
+        weight = self._int4_parts(module)
+        grouped = weight.codes.view(*weight.scale.shape, -1).float() - weight.zero[..., None]
+        values = grouped.mul_(weight.scale[..., None]).flatten(1)
+        return to_bfloat16(values, self.where(f"{module}.{PACKED}"))
+
+    @property
+    def _stem(self) -> str:
+        """The part that a quantised linear is known by."""
+        return PACKED if self.scheme.packed else "weight"
+
+    def _codes(self, module: str) -> Tensor:
+        columns = self._shapes[f"{module}.weight"][1]
+        return unpack(self.entry(f"{module}.{PACKED}").read(), columns)
+
+    def _int4_parts(self, module: str) -> Int4Weight:
+        """As stored; its scales may be any positive numbers."""
+        scale = self._scale(module)
+        zero = torch.full(scale.shape, 8, dtype=torch.uint8)
+        if not self.scheme.symmetric:
+            packed = self.entry(f"{module}.{ZERO}").read()
+            zero = unpack(packed.t(), scale.shape[0]).t().contiguous()
+        return Int4Weight(self._codes(module), scale, zero, self.bias(module))
+
+    def _int4(self, module: str) -> Int4Weight:
+        weight = self._int4_parts(module)
+        try:
+            weight.check()
+        except ValueError as error:
+            raise CheckpointError(f"{self.where(f'{module}.{SCALE}')}: {error}") from None
+        return weight
 
     def _scale(self, module: str) -> Tensor:
-        """[out] fp32, exactly as stored; a scale that is not a positive number is refused."""
-        name = module + _SCALE
-        scale = self.entry(name).read().float().flatten()
+        """[out, groups] fp32, exactly as stored; one that is not a positive number is refused."""
+        name = f"{module}.{SCALE}"
+        scale = self.entry(name).read().float()
         if not (torch.isfinite(scale) & (scale > 0)).all():
             raise CheckpointError(f"{self.where(name)} holds scales that are not positive numbers")
-        return scale
+        return scale.view(scale.shape[0], -1)
 
-    def _check_scale(self, name: str) -> None:
-        weight = self._entries.get(name.removesuffix("_scale"))
-        if weight is None or weight.dtype != torch.int8:
-            raise CheckpointError(f"{self.where(name)} belongs to no I8 weight")
-
-    def _check_weight(self, name: str) -> None:
-        weight, module = self.entry(name), name.removesuffix(".weight")
-        if self._ignored(module):
-            raise CheckpointError(f"{self.where(name)} is I8, yet `ignore` lists its module")
-        scale = self.entry(module + _SCALE)
-        if scale.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(f"{self.where(module + _SCALE)} has dtype {scale.dtype}")
-        if len(weight.shape) != 2 or scale.shape not in ((weight.shape[0], 1), weight.shape[:1]):
+    def _check_part(self, module: str, part: str) -> None:
+        """A tensor beside a quantised weight: is there one, and does the scheme have this part?"""
+        stem = self._entries.get(f"{module}.{self._stem}")
+        name = f"{module}.{part}"
+        if part == "weight_g_idx":
             raise CheckpointError(
-                f"{self.where(module + _SCALE)} has shape {list(scale.shape)}, but its weight "
-                f"{list(weight.shape)} needs one scale an output channel"
+                f"{self.where(name)} reorders the inputs (actorder), which is not supported"
             )
+        if stem is None or (not self.scheme.packed and stem.dtype != torch.int8):
+            kind = PACKED if self.scheme.packed else "I8 weight"
+            raise CheckpointError(f"{self.where(name)} belongs to no {kind}")
+        if part == ZERO and self.scheme.symmetric:
+            raise CheckpointError(f"{self.where(name)} is there, yet the scheme is symmetric")
+        if part == SHAPE and not self.scheme.packed:
+            raise CheckpointError(f"{self.where(name)} is not of the format int-quantized")
 
-    def _is_plain_linear(self, name: str) -> bool:
+    def _checked_shape(self, module: str) -> tuple[int, ...]:
+        """[out, in] of a quantised linear whose parts all have the right types and sizes."""
+        stem = self.entry(f"{module}.{self._stem}")
+        if self.scheme.ignores(module):
+            raise CheckpointError(
+                f"{self.where(f'{module}.{self._stem}')} is quantised (I8 or packed), yet `ignore` "
+                "lists its module"
+            )
+        if not self.scheme.packed:
+            shape = stem.shape
+            if len(shape) != 2:
+                raise CheckpointError(f"{self.where(f'{module}.weight')} is no matrix")
+            self._expect(module, SCALE, _FLOATS, ((shape[0], 1), shape[:1]))
+            return shape
+        out, columns = self._stored_shape(module)
+        size = self.scheme.group_size or columns
+        if columns % size:
+            raise CheckpointError(
+                f"{self.where(f'{module}.{SHAPE}')}: {columns} inputs are no multiple of the "
+                f"group_size {size}"
+            )
+        groups = columns // size
+        self._expect(module, PACKED, (torch.int32,), ((out, words(columns)),))
+        self._expect(module, SCALE, _FLOATS, ((out, groups),))
+        if not self.scheme.symmetric:
+            self._expect(module, ZERO, (torch.int32,), ((words(out), groups),))
+        return out, columns
+
+    def _stored_shape(self, module: str) -> tuple[int, int]:
+        """The two numbers of weight_shape."""
+        entry = self._expect(module, SHAPE, (torch.int64, torch.int32), ((2,),))
+        out, columns = entry.read().tolist()
+        if not (1 <= out < 1 << 40 and 1 <= columns < 1 << 40):
+            raise CheckpointError(f"{self.where(f'{module}.{SHAPE}')} holds {[out, columns]}")
+        return out, columns
+
+    def _expect(
+        self,
+        module: str,
+        part: str,
+        dtypes: tuple[torch.dtype, ...],
+        shapes: tuple[tuple[int, ...], ...],
+    ) -> Entry:
+        name = f"{module}.{part}"
+        entry = self.entry(name)
+        if entry.dtype not in dtypes:
+            raise CheckpointError(f"{self.where(name)} has dtype {entry.dtype}, not {dtypes[0]}")
+        if entry.shape not in shapes:
+            raise CheckpointError(
+                f"{self.where(name)} has shape {list(entry.shape)}, its linear needs "
+                f"{list(shapes[0])}"
+            )
+        return entry
+
+    def _is_int8(self, name: str) -> bool:
+        return self._entries[name].dtype == torch.int8
+
+    def _is_plain_linear(self, module: str) -> bool:
         """A projection kept in floating point although the scheme covers it."""
-        module = name.removesuffix(".weight")
-        return (
-            module.endswith(("_proj", "lm_head")) and name != module and not self._ignored(module)
-        )
-
-    def _ignored(self, module: str) -> bool:
-        return module in self._ignore or any(re.match(p, module) for p in self._ignore_patterns)
-
-
-def _check_scheme(quantization: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Refuse all but W8A8 for every Linear; return the ignored modules."""
-    method = quantization.get("quant_method")
-    if method != "compressed-tensors":
-        raise CheckpointError(f"{where}: quant_method {method!r} is not supported")
-    for key, allowed in (
-        ("format", ("int-quantized",)),
-        ("quantization_status", (None, "compressed", "frozen")),
-        ("kv_cache_scheme", (None,)),
-        ("transform_config", (None, {})),
-        ("sparsity_config", (None, {})),
-    ):
-        if quantization.get(key) not in allowed:
-            raise CheckpointError(f"{where}: {key} {quantization.get(key)!r} is not supported")
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise CheckpointError(f"{where}: exactly one entry in config_groups is supported")
-    (name, group), *_ = groups.items()
-    _check_group(group, f"{where}: config_groups.{name}")
-    ignore = quantization.get("ignore") or []
-    if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
-        raise CheckpointError(f"{where}: ignore is not a list of names")
-    if sum(item.startswith("re:") for item in ignore) > _MAX_PATTERNS:
-        raise CheckpointError(f"{where}: ignore has more than {_MAX_PATTERNS} patterns")
-    for item in ignore:
-        if item.startswith("re:") and not _SAFE_PATTERN.fullmatch(item):
-            raise CheckpointError(f"{where}: ignore pattern {item!r} is not supported")
-    return tuple(ignore)
-
-
-def _check_group(group: Any, where: str) -> None:
-    if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
-        raise CheckpointError(f"{where}: targets must be ['Linear']")
-    if group.get("output_activations") is not None:
-        raise CheckpointError(f"{where}: output_activations is not supported")
-    for part, required in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
-        scheme = group.get(part)
-        if not isinstance(scheme, dict):
-            raise CheckpointError(f"{where}.{part} is missing")
-        for key, value in required.items():
-            if scheme.get(key) != value:
-                raise CheckpointError(
-                    f"{where}.{part}: {key} {scheme.get(key)!r} is not supported, only {value!r}"
-                )
+        return module.endswith(("_proj", "lm_head")) and not self.scheme.ignores(module)

@@ -1,61 +1,75 @@
-"""Writing a model folder: one tensor in memory at a time, and all or nothing.
+"""Writing a model folder: one tensor in memory at a time, all or nothing, to be gone on with.
 
 Everything goes into a hidden folder beside the target, is synced, and becomes the target by one
-rename. The hidden folder is locked while in use: what a killed run left behind is cleared by the
-next one, and two runs cannot write the same target.
-
-A safetensors header comes before the data but is known only after it. Each shard therefore starts
-with a room for its header, filled in at the end and padded with spaces, which the format allows; a
-shard ends when its size or that room is used up.
+rename. The hidden folder is locked while in use, so two runs cannot write the same target. A run
+that may take hours saves how far it is: the shards, of which nothing beyond that point counts, and
+whatever it needs to go on. A killed run's lock is gone with it; the next run of the same key takes
+its folder over, any other clears it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from quasar.checkpoints.hf import DTYPES, INDEX
-from quasar.errors import QuasarError, UsageError
+from quasar.checkpoints.hf import INDEX, read_header
+from quasar.checkpoints.mapping import MappedFile
+from quasar.checkpoints.shards import SHARD_BYTES, Shard
+from quasar.errors import CheckpointError, QuasarError, UsageError
+from quasar.files import read_json
 
-_HEADER_ROOM = 1 << 18
-"""Bytes a shard, its length field included: about 2,000 tensors."""
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+log = logging.getLogger("quasar")
+
+_STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SavePoint:
+    """How far an interrupted run came, in its own words."""
+
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
 
 
 class CheckpointWriter:
     """Context manager that makes the folder `out`; leaving it without `commit` leaves no trace.
 
+    The exception: after `save` an interruption or a full disk leaves the hidden folder behind.
     Raises UsageError at once if `out` is a file, is not empty, cannot be created or cannot be
     replaced, and QuasarError if another process is writing it or writing fails later (a full disk).
     """
 
-    def __init__(self, out: Path, shard_bytes: int = 4 << 30) -> None:
+    def __init__(self, out: Path, shard_bytes: int = SHARD_BYTES, resumable: bool = False) -> None:
+        """`resumable`: what an interrupted run left stays until `resume` is called."""
         # A rename would replace a symbolic link, not the folder that it points to.
         self.out = Path(os.path.realpath(out))
         self.folder = self.out.parent / f".{self.out.name}.partial"
         """Where files lie until `commit`; more may be written there."""
-        self._shard_bytes = shard_bytes
-        self._shards: list[_Shard] = []
+        self._shard_bytes, self._resumable = shard_bytes, resumable
+        self._shards: list[Shard] = []
         self._lock = -1
+        self._points = 0
+        self._key: str | None = None
 
     def __enter__(self) -> CheckpointWriter:
         try:
-            self._check_target()
+            check_target(self.out)
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for leftover in self.folder.iterdir():
-                leftover.unlink()
+            if not self._resumable:
+                self._clear()
         except BlockingIOError:
             os.close(self._lock)
             raise QuasarError(f"another process is writing {self.out}") from None
@@ -72,31 +86,95 @@ class CheckpointWriter:
         for shard in self._shards:
             with suppress(OSError):  # closing writes what is buffered: a full disk is full here too
                 shard.file.close()
-        if self.folder.exists():
+        if self._points and kind is not None and not issubclass(kind, CheckpointError | UsageError):
+            log.warning("what is done is kept in %s: the same command goes on there", self.folder)
+        elif self.folder.exists():
             shutil.rmtree(self.folder)
         os.close(self._lock)
 
-    def _check_target(self) -> None:
-        """Refuse before any work what the rename at its end cannot replace."""
-        if self.out.is_symlink():
-            raise UsageError(f"{self.out} is a symbolic link to itself")
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise UsageError(f"{self.out} already exists and is not an empty folder")
-        if self.out.is_mount():
-            raise UsageError(f"{self.out} is a mount point; give a new folder inside it")
-        if self.out == Path.cwd():
-            raise UsageError(f"{self.out} is the current folder; give a new folder inside it")
+    def resume(self, key: str) -> SavePoint | None:
+        """What a run of the same `key` saved last before it was interrupted, all shards included.
+
+        Whatever else is there is cleared. From here on `save` may be called.
+        """
+        self._key, state = key, self.folder / _STATE
+        if state.exists():
+            try:
+                point = self._restore(read_json(state))
+                if point is not None:
+                    return point
+            except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+                log.warning("%s is damaged: starting anew", state)
+        with self.failures():
+            self._clear()
+        return None
+
+    def _restore(self, found: Mapping[str, Any]) -> SavePoint | None:
+        if found["key"] != self._key:
+            log.warning(
+                "an interrupted run had another model or other options than this one for %s: "
+                "starting anew",
+                self.out,
+            )
+            return None
+        number = int(found["point"])
+        file = MappedFile(self._tensors(number))
+        tensors = {name: entry.read().clone() for name, entry in read_header(file).items()}
+        point = SavePoint(dict(found["state"]), tensors)
+        self._shards = [
+            Shard(self._shard(index), header) for index, header in enumerate(found["shards"])
+        ]
+        self._points = number
+        kept = {_STATE, self._tensors(number).name, *(shard.path.name for shard in self._shards)}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        return point
+
+    def save(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """From now on an interrupted run goes on here. Only after `resume`."""
+        assert self._key is not None
+        with self.failures():
+            for shard in self._shards:
+                shard.sync()
+            number = self._points + 1
+            scratch = Shard(self._tensors(number))
+            try:
+                for name, tensor in tensors.items():
+                    scratch.append(name, tensor)
+            finally:
+                scratch.finish()
+            _sync(scratch.path)
+            self._replace_state(number, state)
+            self._tensors(self._points).unlink(missing_ok=True)
+        self._points = number
+
+    def _replace_state(self, number: int, state: Mapping[str, Any]) -> None:
+        shards = [shard.layout.header for shard in self._shards]
+        content = {"key": self._key, "point": number, "state": state, "shards": shards}
+        new = self.folder / f"{_STATE}.new"
+        new.write_text(json.dumps(content), encoding="utf-8")
+        _sync(new)
+        new.replace(self.folder / _STATE)
+        _sync(self.folder)
+
+    def restart(self, state: Mapping[str, Any]) -> None:
+        """Drop all tensors; an interrupted run goes on from `state` without any."""
+        dropped, self._shards = self._shards, []
+        self.save(state, {})
+        with self.failures():
+            for shard in dropped:
+                shard.file.close()
+                shard.path.unlink()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append one tensor; its bytes are on their way to disk when this returns."""
-        if any(name in shard.header for shard in self._shards):
+        if any(name in shard.layout.header for shard in self._shards):
             raise ValueError(f"tensor {name!r} was added before")
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         with self.failures():
-            if not self._shards or self._shards[-1].is_full(name, tensor, self._shard_bytes):
-                path = self.folder / f"shard-{len(self._shards)}"
-                self._shards.append(_Shard(path.open("wb")))
-            self._shards[-1].append(name, tensor, data.data)
+            if not self._shards or self._shards[-1].layout.is_full(name, tensor, self._shard_bytes):
+                self._shards.append(Shard(self._shard(len(self._shards))))
+            self._shards[-1].append(name, tensor)
 
     def add_json(self, filename: str, value: Any) -> None:
         """QuasarError for a value with NaN or infinities, which JSON does not have."""
@@ -115,6 +193,11 @@ class CheckpointWriter:
     def commit(self) -> None:
         """Sync everything and make it visible as `out`."""
         with self.failures():
+            for shard in self._shards:
+                shard.finish()
+                _sync(shard.path)
+            (self.folder / _STATE).unlink(missing_ok=True)
+            self._tensors(self._points).unlink(missing_ok=True)
             self._name_shards()
             for path in self.folder.iterdir():
                 _sync(path)
@@ -126,15 +209,24 @@ class CheckpointWriter:
         count = len(self._shards)
         places: dict[str, str] = {}
         for number, shard in enumerate(self._shards):
-            shard.finish()
             name = "model.safetensors"
             if count > 1:
                 name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            (self.folder / f"shard-{number}").rename(self.folder / name)
-            places.update(dict.fromkeys(shard.header, name))
+            shard.path.rename(self.folder / name)
+            places.update(dict.fromkeys(shard.layout.header, name))
         if count > 1:
-            size = sum(shard.nbytes for shard in self._shards)
+            size = sum(shard.layout.nbytes for shard in self._shards)
             self.add_json(INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+
+    def _clear(self) -> None:
+        for leftover in self.folder.iterdir():
+            leftover.unlink()
+
+    def _shard(self, index: int) -> Path:
+        return self.folder / f"shard-{index}"
+
+    def _tensors(self, point: int) -> Path:
+        return self.folder / f"point-{point}"
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -145,41 +237,16 @@ class CheckpointWriter:
             raise QuasarError(f"cannot write {self.out}: {error.strerror}") from None
 
 
-class _Shard:
-    """One safetensors file in the making."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.header: dict[str, Any] = {}
-        self.nbytes = 0
-        self._room = _HEADER_ROOM - 8 - len('{"__metadata__":{"format":"pt"}}')
-        file.write(b" " * _HEADER_ROOM)
-
-    def is_full(self, name: str, tensor: Tensor, limit: int) -> bool:
-        """Out of space, out of header, or at an address where readers cannot map the tensor."""
-        entry_bytes = len(json.dumps(name)) + 200
-        unaligned = self.nbytes % tensor.dtype.itemsize != 0
-        full = self.nbytes + tensor.nbytes > limit or entry_bytes > self._room
-        return self.nbytes > 0 and (full or unaligned)
-
-    def append(self, name: str, tensor: Tensor, data: memoryview) -> None:
-        entry = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self.nbytes, self.nbytes + len(data)],
-        }
-        self._room -= len(json.dumps({name: entry}).encode())
-        self.file.write(data)
-        self.header[name] = entry
-        self.nbytes += len(data)
-
-    def finish(self) -> None:
-        header = {"__metadata__": {"format": "pt"}, **self.header}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        self.file.seek(0)
-        self.file.write((_HEADER_ROOM - 8).to_bytes(8, "little"))
-        self.file.write(text.ljust(_HEADER_ROOM - 8))
-        self.file.close()
+def check_target(out: Path) -> None:
+    """Refuse before any work what the rename at its end cannot replace."""
+    if out.is_symlink():
+        raise UsageError(f"{out} is a symbolic link to itself")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} already exists and is not an empty folder")
+    if out.is_mount():
+        raise UsageError(f"{out} is a mount point; give a new folder inside it")
+    if out == Path.cwd():
+        raise UsageError(f"{out} is the current folder; give a new folder inside it")
 
 
 def _sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`quasar quantize`: a model in, a W8A8 folder with its report card out."""
+"""`quasar quantize`: a model in, a W8A8 or W4A8 folder with its report card out."""
 
 from __future__ import annotations
 
@@ -8,22 +8,36 @@ from typing import TYPE_CHECKING
 
 from quasar.cli.parts import options, terminal
 from quasar.errors import UsageError
+from quasar.figures import json_text
 
 if TYPE_CHECKING:
+    from quasar.quantization.estimate import Estimate
     from quasar.quantization.report import Report
 
-SUMMARY = "write the W8A8 form of a model"
+SUMMARY = "write the W8A8 or W4A8 form of a model"
 BUILTIN = "builtin"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
-    parser.add_argument("--scheme", default="w8a8", help="w8a8 (default)")
+    parser.add_argument("--scheme", default="w8a8", help="w8a8 (default) or w4a8")
     parser.add_argument(
         "--smooth",
-        default="smoothquant",
-        help="smoothquant (default), or none for plain round-to-nearest",
+        default="search",
+        help="search (default): the best scales found for each group of linears; smoothquant; none",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="METHOD",
+        help="how weights are rounded: rtn (to nearest), clip (ranges of least error) or gptq "
+        "(errors made up for by later channels); default: rtn for w8a8, gptq for w4a8",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=options.positive,
+        metavar="N",
+        help="input channels that share a scale, for w4a8: 32 (default), 64 or 128",
     )
     parser.add_argument(
         "--calib",
@@ -33,6 +47,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(default: builtin, the package's own text)",
     )
     parser.add_argument("--head", default="bf16", help="precision of the stored head: bf16")
+    parser.add_argument(
+        "--shard-size",
+        type=options.size,
+        metavar="SIZE",
+        help="largest file of weights, such as 500MB or 2GiB (default: 4GiB)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="measure one layer, tell time, memory and sizes, and write nothing",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,31 +67,60 @@ def run(args: argparse.Namespace) -> int:
             f"--head {args.head}: the head is stored in BF16 and quantised when a model is "
             "loaded; give --head to generate or evaluate"
         )
+    from quasar.checkpoints.shards import SHARD_BYTES
     from quasar.loading import open_model
+    from quasar.quantization.estimate import estimate
     from quasar.quantization.pipeline import QuantizeOptions, quantize
 
     file = None if args.calib == BUILTIN else Path(args.calib)
-    recipe = QuantizeOptions(args.scheme, args.smooth, file)
+    recipe = QuantizeOptions(
+        args.scheme,
+        args.smooth,
+        args.weights,
+        args.group_size,
+        file,
+        args.shard_size or SHARD_BYTES,
+    )
     with terminal.progress_bar() as progress:
         checkpoint = open_model(args.model, args.revision, args.offline)
-        report = quantize(checkpoint, args.out, recipe, progress)
-    print(page(report))
+        if args.dry_run:
+            found = estimate(checkpoint, args.out, recipe, progress)
+        else:
+            report = quantize(checkpoint, args.out, recipe, progress)
+    if args.dry_run:
+        print(json_text(found.to_json()) if args.json else estimate_page(found))
+    else:
+        print(json_text(report.to_json()) if args.json else page(report))
     return 0
+
+
+def estimate_page(found: Estimate) -> str:
+    """The estimate for people."""
+    facts = [
+        ("time", f"about {terminal.duration(found.seconds)}"),
+        ("peak memory", f"about {terminal.megabytes(found.peak_rss_bytes)}"),
+        ("disk", f"{terminal.megabytes(found.space_bytes)} while it runs"),
+        ("free", terminal.megabytes(found.free_bytes)),
+        ("output", terminal.megabytes(sum(found.shard_bytes))),
+    ]
+    files = [(f"file {n}", terminal.megabytes(x)) for n, x in enumerate(found.shard_bytes, 1)]
+    return terminal.listing([*facts, *files])
 
 
 def page(report: Report) -> str:
     """The report card for people."""
     result, summary = report.result, report.summary()
     arms = {"bf16": result.bf16, "round-to-nearest": result.rtn}
-    if report.requested != "none":
-        arms[report.requested] = result.recipe
+    if report.requested != report.requested.plain:
+        arms[report.requested.name] = result.recipe
+    arms[f"{report.requested.name}, INT8 head"] = result.int8_head
     rows = [
         (name, f"{arm.kl:.5f}", f"{arm.top1:.2%}", f"{arm.perplexity:.3f}")
         for name, arm in arms.items()
     ]
     facts = terminal.listing(
         [
-            ("kept", f"{report.scheme}, smoothing: {report.smooth}"),
+            ("kept", f"{report.recipe.scheme}, smoothing: {report.recipe.smooth}"),
             ("time", f"{summary['seconds']:.1f} s"),
             ("peak memory", terminal.megabytes(report.peak_rss_bytes)),
         ]

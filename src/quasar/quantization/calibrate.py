@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quasar.errors import UsageError
+from quasar.models.tensors import GROUPS
 from quasar.text.tokenizer import Tokenizer
 
 CALIBRATION_TOKENS = 8192
@@ -26,6 +27,8 @@ SEQUENCE_TOKENS = 512
 LEAST_CALIBRATION_TOKENS = 512
 LEAST_HELD_OUT_TOKENS = 128
 LARGEST_FILE = 32 * 2**20
+SAMPLED_TOKENS = 1024
+"""Inputs kept of the calibration text for the search of scales, about, half of them to check."""
 SAMPLED_ROWS = 32
 """Inputs kept a held-out sequence, to measure the errors of linears on."""
 PASSAGE_CHARACTERS = 1500
@@ -173,11 +176,70 @@ def cut(text: str) -> list[str]:
     return [piece for piece in pieces if piece.strip()]
 
 
-class ChannelMaxima(dict[str, Tensor]):
-    """Observes one sequence in a layer: by group, the largest |x| of each input channel [in]."""
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Some inputs of a group of linears: rows [tokens, in] fp32, and weights [tokens], sum 1."""
+
+    rows: Tensor
+    token_weight: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor], token_weights: Sequence[Tensor]) -> Inputs:
+        """The rows of several sequences."""
+        weight = torch.cat(list(token_weights))
+        return cls(torch.cat(list(parts)), weight / weight.sum())
+
+    def thinned(self, tokens: int) -> Inputs:
+        """About so many of the rows, evenly spaced."""
+        step = max(1, len(self.rows) // tokens)
+        return Inputs.of([self.rows[::step]], [self.token_weight[::step]])
+
+    def energy(self) -> Tensor:
+        """Mean square of each channel, [in]."""
+        return self.token_weight @ self.rows.square()
+
+    def moments(self) -> Tensor:
+        """Mean of x x^T, [in, in]."""
+        return self.rows.t() @ (self.rows * self.token_weight[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSample:
+    """What the inputs of a group of linears look like on the calibration text.
+
+    Half of the sequences go into `fitting`, the others into `checking`.
+    """
+
+    absmax: Tensor
+    """The largest |x| of each channel, [in], over all tokens."""
+    fitting: Inputs
+    checking: Inputs
+
+    def energy(self) -> Tensor:
+        """Mean square of each channel over both halves, [in]."""
+        return (self.fitting.energy() + self.checking.energy()) / 2
+
+    def moments(self) -> Tensor:
+        """Mean of x x^T over both halves, [in, in]."""
+        return (self.fitting.moments() + self.checking.moments()) / 2
+
+
+LayerSample = Mapping[str, GroupSample]
+"""By group of linears."""
+
+
+class LayerInputs(dict[str, Tensor]):
+    """Observes one sequence in a layer: by group, every `stride`-th input [rows, in] from the
+    first on, and in `absmax` the largest |x| of each channel [in]."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.absmax: dict[str, Tensor] = {}
 
     def __call__(self, group: str, x: Tensor) -> None:
-        self[group] = x.abs().amax(dim=0)
+        self[group] = x[:: self.stride].clone()
+        self.absmax[group] = x.abs().amax(dim=0)
 
 
 class SampledRows(dict[str, Tensor]):
@@ -186,3 +248,29 @@ class SampledRows(dict[str, Tensor]):
     def __call__(self, group: str, x: Tensor) -> None:
         step = max(1, x.shape[0] // SAMPLED_ROWS)
         self[group] = x[::step][:SAMPLED_ROWS].clone()
+
+
+def sample_groups(seen: Sequence[LayerInputs], residuals: Sequence[Tensor]) -> LayerSample:
+    """What the observers of all sequences saw. A single sequence is halved.
+
+    residuals: the layer's outputs. The norms that read them divide by their size, so noise in the
+    outputs of `o` and `down` matters in relation to it; all inputs of the other groups are normed.
+    """
+    found = {}
+    for group in GROUPS:
+        parts = [inputs[group] for inputs in seen]
+        weights = [torch.ones(len(part)) for part in parts]
+        if group in ("o", "down"):
+            strides = [inputs.stride for inputs in seen]
+            weights = [
+                1 / x[::step].square().mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+                for x, step in zip(residuals, strides, strict=True)
+            ]
+        if len(parts) == 1:
+            parts, weights = list(parts[0].chunk(2)), list(weights[0].chunk(2))
+        found[group] = GroupSample(
+            absmax=torch.stack([inputs.absmax[group] for inputs in seen]).amax(dim=0),
+            fitting=Inputs.of(parts[::2], weights[::2]),
+            checking=Inputs.of(parts[1::2], weights[1::2]),
+        )
+    return found

@@ -1,24 +1,33 @@
-"""Checkpoint in, W8A8 checkpoint out: one layer in memory at a time, all or nothing.
+"""Checkpoint in, W8A8 or W4A8 checkpoint out: one layer in memory at a time, all or nothing.
 
 A recipe can be worse than plain round-to-nearest (SmoothQuant is on some models), so both are
-measured against BF16 on held-out text, and the better one is what the folder holds.
+measured against BF16 on held-out text, and the better one is what the folder holds. A run that is
+interrupted goes on where it last saved, and its folder has the bytes of an uninterrupted one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from quasar import __version__
 from quasar.checkpoints.base import Checkpoint
+from quasar.checkpoints.shards import SHARD_BYTES, plan
 from quasar.checkpoints.writer import CheckpointWriter
 from quasar.errors import CheckpointError, UsageError
 from quasar.memory import peak_memory, trim_heap
+from quasar.models.config import ModelConfig
 from quasar.models.families import parse_config
 from quasar.models.layer import LayerTensors, read_layer
 from quasar.models.tensors import (
@@ -29,13 +38,23 @@ from quasar.models.tensors import (
     final_norm,
     head_rows,
     layer_prefix,
+    layer_shapes,
+    linear_shapes,
 )
-from quasar.quantization.calibrate import SEQUENCE_TOKENS, calibration_text
+from quasar.quantization.calibrate import SEQUENCE_TOKENS, CalibrationText, calibration_text
+from quasar.quantization.recipe import (
+    GROUP_SIZES,
+    SCHEMES,
+    SMOOTHING,
+    WEIGHTS,
+    Recipe,
+    default_recipe,
+)
 from quasar.quantization.report import REPORT_FILE, Report
-from quasar.quantization.smooth import SMOOTHERS
+from quasar.quantization.saving import Saver, restore, result_from_json
 from quasar.quantization.trial import Trial, TrialResult, workers
-from quasar.quantization.weights import QuantizedLayer
-from quasar.text.tokenizer import load_tokenizer
+from quasar.quantization.weights import QuantizedLayer, WeightFormat
+from quasar.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("quasar")
 
@@ -48,20 +67,37 @@ class QuantizeOptions:
     """What to make of a checkpoint. Refuses what this version cannot do."""
 
     scheme: str = "w8a8"
-    smooth: str = "smoothquant"
+    smooth: str = "search"
+    weights: str | None = None
+    """How weights are rounded; None for the scheme's default."""
+    group_size: int | None = None
+    """Input channels that share a scale, for 4-bit weights; None for the default."""
     calibration: Path | None = None
     """A UTF-8 text; None for the built-in one."""
+    shard_bytes: int = SHARD_BYTES
+    """Largest file of weights, unless one tensor is larger."""
 
     def __post_init__(self) -> None:
         for option, value, known in (
-            ("--scheme", self.scheme, ("w8a8",)),
-            ("--smooth", self.smooth, tuple(SMOOTHERS)),
+            ("--scheme", self.scheme, SCHEMES),
+            ("--smooth", self.smooth, SMOOTHING),
+            ("--weights", self.weights, (None, *WEIGHTS)),
         ):
             if value not in known:
                 raise UsageError(
-                    f"{option} {value} is not available in this version, "
-                    f"which has {' and '.join(known)}"
+                    f"{option} {value} is not available in this version, which has "
+                    f"{', '.join(name for name in known if name)}"
                 )
+        if self.group_size is not None and self.scheme == "w8a8":
+            raise UsageError("--group-size: w8a8 has one scale a row of weights, no groups")
+        if self.group_size not in (None, *GROUP_SIZES):
+            raise UsageError(
+                f"--group-size {self.group_size} is none of {', '.join(map(str, GROUP_SIZES))}"
+            )
+
+    @property
+    def recipe(self) -> Recipe:
+        return default_recipe(self.scheme, self.smooth, self.weights, self.group_size)
 
 
 def quantize(
@@ -70,62 +106,193 @@ def quantize(
     options: QuantizeOptions | None = None,
     progress: ProgressCallback | None = None,
 ) -> Report:
-    """Write the W8A8 form of `checkpoint` to the folder `out`, with its report card.
+    """Write the quantised form of `checkpoint` to the folder `out`, with its report card.
 
     Raises UsageError for options, a calibration file or a target folder that cannot be used, and
-    CheckpointError for the model's faults. Whatever is raised, also by `progress`, leaves nothing
-    behind.
+    CheckpointError for the model's faults; these leave nothing behind. What else is raised, also by
+    `progress`, may leave a hidden folder beside `out`, from which the same call goes on.
     """
-    run = _Run(checkpoint, options or QuantizeOptions(), progress or (lambda *_: None))
-    with CheckpointWriter(out) as writer:
-        result = run.write_recipe(writer)
-        if result.recipe.kl <= result.rtn.kl:
-            return run.finish(writer, result, run.options.smooth)
-    log.warning(
-        "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept instead",
-        *(run.options.smooth, result.recipe.kl, result.rtn.kl),
-    )
-    with CheckpointWriter(out) as writer:
-        run.write_plain(writer)
-        return run.finish(writer, result, "none")
+    options = options or QuantizeOptions()
+    source = Source.of(checkpoint, options)
+    with CheckpointWriter(out, options.shard_bytes, resumable=True) as writer:
+        check_space(writer.folder, source)
+        return _Run(source, writer, progress or (lambda *_: None)).report()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint and what to make of it. Whatever can be refused about the two was refused."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    tokenizer: Tokenizer
+    text: CalibrationText
+    options: QuantizeOptions
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, options: QuantizeOptions) -> Source:
+        if checkpoint.precision != "bf16":
+            raise CheckpointError(
+                f"{checkpoint.path} is already quantised: it holds {checkpoint.precision} weights"
+            )
+        config = parse_config(checkpoint.config)
+        check_model(checkpoint, config)
+        check_groups(config, options.recipe.format)
+        tokenizer = load_tokenizer(checkpoint)
+        longest = min(SEQUENCE_TOKENS, config.context_length)
+        text = calibration_text(tokenizer, options.calibration, longest)
+        return cls(checkpoint, config, tokenizer, text, options)
+
+    def key(self, fingerprint: str) -> str:
+        """Equal for runs that make the same folder, the name of the calibration file included."""
+        digest = hashlib.sha256()
+        for ids in (*self.text.calibration, *self.text.held_out):
+            digest.update(ids.numpy().tobytes() + b"end")
+        options = (self.options.recipe, self.options.shard_bytes, self.text.name)
+        versions = (__version__, torch.__version__)
+        return f"{fingerprint} {digest.hexdigest()} {options} {versions}"
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names, shapes and types of all that is written if no linear stays in BF16: no data."""
+        layer = blank_layer(self.config, self.options.recipe.format)
+        for index in range(self.config.layers):
+            for name, tensor in layer.stored(self.config):
+                yield layer_prefix(index) + name, tensor
+        for name in self.tables:
+            shape = self.checkpoint.shape(name)
+            yield name, torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    @property
+    def tables(self) -> list[str]:
+        """What is copied. A tied head is the embedding and is not written twice."""
+        return [EMBEDDING, FINAL_NORM] + [HEAD] * (not self.config.tied_embeddings)
+
+    @property
+    def state_bytes(self) -> int:
+        """The residual streams of all arms."""
+        tokens = [
+            sum(map(len, part)) for part in (self.text.calibration, *3 * [self.text.held_out])
+        ]
+        return 4 * self.config.hidden_size * sum(tokens)
+
+
+def check_groups(config: ModelConfig, format: WeightFormat) -> None:
+    for name, (_, columns) in linear_shapes(config).items():
+        if format.group_size and columns % format.group_size:
+            raise UsageError(
+                f"--group-size {format.group_size} does not divide the {columns} inputs of {name}"
+            )
+
+
+def check_space(folder: Path, source: Source) -> None:
+    """UsageError if the disk has no room; `folder` is there and may hold an interrupted run."""
+    there = sum(path.stat().st_size for path in folder.iterdir())
+    needed, free = space_needed(source) - there, free_space(folder)
+    if needed > free:
+        raise UsageError(
+            f"{folder.parent} has {free / 1e6:,.0f} MB free, of {needed / 1e6:,.0f} MB that are "
+            "needed"
+        )
+
+
+def space_needed(source: Source) -> int:
+    """Bytes on disk: the weights, and two save points, one of them in the making."""
+    return sum(plan(source.tensors(), source.options.shard_bytes)) + 2 * source.state_bytes
+
+
+def free_space(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 class _Run:
     """One checkpoint on its way to one folder."""
 
     def __init__(
-        self, checkpoint: Checkpoint, options: QuantizeOptions, progress: ProgressCallback
+        self, source: Source, writer: CheckpointWriter, progress: ProgressCallback
     ) -> None:
-        """Everything that can be refused about the input is refused here."""
         self.started = time.perf_counter()
-        self.checkpoint, self.options, self.progress = checkpoint, options, progress
-        if checkpoint.quantization is not None:
-            raise CheckpointError(f"{checkpoint.path} is already quantised")
-        self.config = parse_config(checkpoint.config)
-        check_model(checkpoint, self.config)
-        self.tokenizer = load_tokenizer(checkpoint)
-        longest = min(SEQUENCE_TOKENS, self.config.context_length)
-        self.text = calibration_text(self.tokenizer, options.calibration, longest)
+        self.source, self.writer, self.progress = source, writer, progress
+        self.checkpoint, self.config = source.checkpoint, source.config
+        self.recipe = source.options.recipe
+        self.fingerprint = self.checkpoint.fingerprint()
+        self.point = writer.resume(source.key(self.fingerprint))
+        state = self.point.state if self.point else {}
+        self.seconds_before: float = state.get("seconds", 0.0)
+        self.peak_before: int = state.get("peak_rss_bytes", 0)
+        self.dense: list[str] = list(state.get("dense", ()))
 
-    def write_recipe(self, writer: CheckpointWriter) -> TrialResult:
+    def report(self) -> Report:
+        result = self._result()
+        kept = result.recipe.kl <= result.rtn.kl
+        if not kept:
+            log.warning(
+                "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept "
+                "instead",
+                *(self.recipe.name, result.recipe.kl, result.rtn.kl),
+            )
+            self.dense = []
+            self.writer.restart(self._state(result=asdict(result)))
+            self._write_plain()
+        return self._finish(result, kept)
+
+    def _result(self) -> TrialResult:
         """All tensors as the recipe makes them, and what that does to the model's predictions."""
+        if self.point is not None and "result" in self.point.state:
+            return result_from_json(self.point.state["result"])
         with workers() as pool:
-            table = self.checkpoint.tensor(EMBEDDING)
-            trial = Trial(self.config, self.options.smooth, self.text, table, pool)
-            del table
-            self._write(writer, "layers", trial.advance)
-            norm = final_norm(self.checkpoint, self.config)
-            head = head_rows(self.checkpoint, self.config)
-            result = trial.result(norm, head, partial(self.progress, "measuring"))
+            trial = self._trial(pool)
+            save, done = Saver(self.writer, trial), 0
+            if self.point is not None:
+                restore(trial, self.point)
+                done = self.point.state["layers"]
+                log.warning("going on at layer %d of %d", done + 1, self.config.layers)
+            self._write("layers", trial.advance, done, lambda n: save(self._state(layers=n)))
+            result = self._measured(trial)
+        self.writer.save(self._state(result=asdict(result)), {})
+        return result
+
+    def _trial(self, pool: Executor) -> Trial:
+        table = self.checkpoint.tensor(EMBEDDING)
+        trial = Trial(self.config, self.recipe, self.source.text, table, pool)
+        del table
+        self.checkpoint.release()
+        return trial
+
+    def _measured(self, trial: Trial) -> TrialResult:
+        norm = final_norm(self.checkpoint, self.config)
+        head = head_rows(self.checkpoint, self.config)
+
+        def progress(done: int, total: int) -> None:
+            self.checkpoint.release()
+            self.progress("measuring", done, total)
+
+        result = trial.result(norm, head, progress)
         self._check_finite(result)
         return result
+
+    def _state(self, **progress: Any) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "peak_rss_bytes": self.peak,
+            "dense": self.dense,
+            **progress,
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Interrupted runs included, as far as they count."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+    @property
+    def peak(self) -> int:
+        return max(self.peak_before, peak_memory())
 
     def _check_finite(self, result: TrialResult) -> None:
         """Finite weights can still overflow on the way to the logits; KL would compare nothing."""
         arms = {
             "": result.bf16,
-            " in W8A8": result.rtn,
-            f" in W8A8 with {self.options.smooth}": result.recipe,
+            " when rounded to integers": result.rtn,
+            f" when quantised by {self.recipe.name}": result.recipe,
         }
         for form, arm in arms.items():
             if not (math.isfinite(arm.kl) and math.isfinite(arm.perplexity)):
@@ -134,73 +301,94 @@ class _Run:
                     f"(perplexity {arm.perplexity}, KL {arm.kl})"
                 )
 
-    def write_plain(self, writer: CheckpointWriter) -> None:
+    def _write_plain(self) -> None:
         """All tensors by round-to-nearest."""
-        self._write(writer, "round-to-nearest", lambda _, tensors: QuantizedLayer.round(tensors))
+        format = self.recipe.format
+        self._write("round-to-nearest", lambda _, x: QuantizedLayer.round(x, format))
 
     def _write(
         self,
-        writer: CheckpointWriter,
         stage: str,
         quantize_layer: Callable[[int, LayerTensors], QuantizedLayer],
+        done: int = 0,
+        save: Callable[[int], None] = lambda layers: None,
     ) -> None:
+        """The layers from `done` on, then everything around them."""
         layers = self.config.layers
-        for index in range(layers):
+        for index in range(done, layers):
             self.progress(stage, index, layers)
             layer = quantize_layer(index, read_layer(self.checkpoint, self.config, index))
+            prefix = layer_prefix(index)
             for name, tensor in layer.stored(self.config):
-                writer.add(layer_prefix(index) + name, tensor)
+                self.writer.add(prefix + name, tensor)
+            self.dense += [prefix + name for name in layer.dense(self.config)]
             self.checkpoint.release()
             trim_heap()
+            save(index + 1)
         self.progress(stage, layers, layers)
-        # A tied head is the embedding and is not written twice.
-        for name in [EMBEDDING, FINAL_NORM] + [HEAD] * (not self.config.tied_embeddings):
-            writer.add(name, self.checkpoint.tensor(name))
-        self.checkpoint.release()
+        for name in self.source.tables:
+            self.writer.add(name, self.checkpoint.tensor(name))
+            self.checkpoint.release()
 
-    def finish(self, writer: CheckpointWriter, result: TrialResult, smooth: str) -> Report:
+    def _finish(self, result: TrialResult, kept: bool) -> Report:
         """Everything but the tensors; then the folder becomes visible."""
-        writer.add_json("config.json", folder_config(self.checkpoint))
-        with writer.failures():
-            self.tokenizer.save(writer.folder)
+        config = folder_config(self.checkpoint, self.recipe.format, self.dense)
+        self.writer.add_json("config.json", config)
+        with self.writer.failures():
+            self.source.tokenizer.save(self.writer.folder)
         report = Report(
-            scheme=self.options.scheme,
-            smooth=smooth,
-            requested=self.options.smooth,
+            requested=self.recipe,
+            kept=kept,
             source=self.checkpoint.path.name,
-            source_sha256=self.checkpoint.fingerprint(),
-            text=self.text,
+            source_sha256=self.fingerprint,
+            text=self.source.text,
             result=result,
-            seconds=time.perf_counter() - self.started,
-            peak_rss_bytes=peak_memory(),
+            seconds=self.seconds,
+            peak_rss_bytes=self.peak,
         )
-        writer.add_json(REPORT_FILE, report.to_json())
-        writer.commit()
+        self.writer.add_json(REPORT_FILE, report.to_json())
+        self.writer.commit()
         return report
 
 
-def folder_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """config.json of the quantised folder.
+def blank_layer(config: ModelConfig, format: WeightFormat) -> QuantizedLayer:
+    """A layer of this format without data."""
+    with torch.device("meta"):
+        tensors = {name: torch.empty(shape) for name, shape in layer_shapes(config).items()}
+        return QuantizedLayer.round(tensors, format)
 
-    Only fields that every release of compressed-tensors accepts: its classes forbid unknown ones.
+
+def folder_config(
+    checkpoint: Checkpoint, weight_format: WeightFormat, dense: Sequence[str] = ()
+) -> dict[str, Any]:
+    """config.json of the quantised folder; `dense` names the linears left in BF16.
+
+    For W8A8 only fields that every release of compressed-tensors accepts: its classes forbid
+    unknown ones.
     """
     config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
     # GGUF does not name the class; transformers calls it so for every family supported here.
     config.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])
-    symmetric = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
+    format = "int-quantized" if weight_format.bits == 8 else "pack-quantized"
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
+    group: dict[str, Any] = {
         "targets": ["Linear"],
-        "weights": {**symmetric, "strategy": "channel", "dynamic": False},
-        "input_activations": {**symmetric, "strategy": "token", "dynamic": True},
+        "weights": {**int8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**int8, "strategy": "token", "dynamic": True},
         "output_activations": None,
     }
+    if weight_format.bits == 4:
+        group["weights"] |= {"num_bits": 4, "symmetric": False, "strategy": "group"}
+        group["weights"]["group_size"] = weight_format.group_size
+        # The library would take 4-bit weights with quantised inputs to be int-quantized.
+        group["format"] = format
     return config | {
         "torch_dtype": "bfloat16",
         "quantization_config": {
             "quant_method": "compressed-tensors",
-            "format": "int-quantized",
+            "format": format,
             "quantization_status": "compressed",
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", *dense],
             "config_groups": {"group_0": group},
         },
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from quasar import __version__
 from quasar.quantization.calibrate import CalibrationText
-from quasar.quantization.simulation import Fidelity
+from quasar.quantization.recipe import Recipe
 from quasar.quantization.trial import TrialResult
 
 REPORT_FILE = "quantization_report.json"
@@ -17,11 +17,9 @@ REPORT_FILE = "quantization_report.json"
 class Report:
     """Everything that one run of the quantiser did and measured."""
 
-    scheme: str
-    smooth: str
-    """What the folder holds."""
-    requested: str
-    """What was asked for; where it turns out worse, round-to-nearest is kept."""
+    requested: Recipe
+    kept: bool
+    """False where the recipe turned out worse than round-to-nearest, which the folder then has."""
     source: str
     source_sha256: str
     text: CalibrationText
@@ -30,16 +28,18 @@ class Report:
     peak_rss_bytes: int
 
     @property
-    def kept(self) -> Fidelity:
-        return self.result.recipe if self.smooth == self.requested else self.result.rtn
+    def recipe(self) -> Recipe:
+        """What the folder holds."""
+        return self.requested if self.kept else self.requested.plain
 
     def summary(self) -> dict[str, Any]:
         """`_rtn`: round-to-nearest without smoothing; KL in nats against BF16."""
-        kept, rtn = self.kept, self.result.rtn
+        rtn = self.result.rtn
+        kept = self.result.recipe if self.kept else rtn
         return {
-            "scheme": self.scheme,
-            "smooth": self.smooth,
-            "group_size": None,
+            "scheme": self.recipe.scheme,
+            "smooth": self.recipe.smooth,
+            "group_size": self.recipe.format.group_size,
             "kl": kept.kl,
             "kl_rtn": rtn.kl,
             "top1": kept.top1,
@@ -53,13 +53,12 @@ class Report:
 
     def linears(self) -> list[dict[str, Any]]:
         """One entry a linear: its relative error as stored, and by plain round-to-nearest."""
-        kept = self.smooth == self.requested
         return [
             {
                 "name": error.name,
-                "scheme": self.scheme,
-                "smoothing": self.smooth if error.smoothed and kept else "none",
-                "relative_error": error.recipe if kept else error.rtn,
+                "scheme": self.recipe.scheme,
+                "smoothing": error.smoothing if self.kept else "none",
+                "relative_error": error.recipe if self.kept else error.rtn,
                 "relative_error_rtn": error.rtn,
             }
             for error in self.result.errors
@@ -69,7 +68,14 @@ class Report:
         return {
             "quasar_version": __version__,
             "summary": self.summary(),
-            "requested": {"smooth": self.requested, **asdict(self.result.recipe)},
+            "weights": self.recipe.weights,
+            "head": "bf16",
+            "requested": {
+                "smooth": self.requested.smooth,
+                "weights": self.requested.weights,
+                **asdict(self.result.recipe),
+            },
+            "int8_head": asdict(self.result.int8_head),
             "source": {"name": self.source, "sha256": self.source_sha256},
             "text": {
                 "name": self.text.name,

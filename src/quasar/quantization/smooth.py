@@ -16,7 +16,8 @@ power of two: then v / s is exact in BF16 too, and K and V mean the same in ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,16 +33,24 @@ LIMIT = 2.0**14
 
 Scales = dict[str, Tensor]
 """By group: s [in] fp32 > 0. A group that is absent is left alone."""
-Smoother = Callable[[LayerTensors, Mapping[str, Tensor], ModelConfig], Scales]
-"""(tensors, largest |x| of each group's channels, config) -> scales."""
 
 
-def unsmoothed(tensors: LayerTensors, absmax: Mapping[str, Tensor], config: ModelConfig) -> Scales:
-    return {}
+@dataclass(frozen=True, slots=True)
+class Smoothing:
+    """What was chosen for a layer."""
+
+    scales: Scales
+    labels: Mapping[str, str]
+    """By group of `scales`: how they were found, for the report."""
 
 
-def smoothquant(tensors: LayerTensors, absmax: Mapping[str, Tensor], config: ModelConfig) -> Scales:
-    """SmoothQuant factors of all four groups."""
+UNSMOOTHED = Smoothing({}, {})
+
+
+def smoothquant(
+    tensors: LayerTensors, absmax: Mapping[str, Tensor], config: ModelConfig
+) -> Smoothing:
+    """SmoothQuant factors of all four groups; absmax [in]: the largest |x| of each channel."""
     scales = {}
     for group, linears in GROUPS.items():
         weight = column_absmax(*(tensors[f"{linear}.weight"] for linear in linears))
@@ -52,10 +61,7 @@ def smoothquant(tensors: LayerTensors, absmax: Mapping[str, Tensor], config: Mod
         if group == "o":
             factors = to_query_heads(nearest_power_of_two(factors), config)
         scales[group] = factors
-    return scales
-
-
-SMOOTHERS: Mapping[str, Smoother] = {"smoothquant": smoothquant, "none": unsmoothed}
+    return Smoothing(scales, dict.fromkeys(scales, "smoothquant"))
 
 
 def column_absmax(*weights: Tensor) -> Tensor:
@@ -63,13 +69,15 @@ def column_absmax(*weights: Tensor) -> Tensor:
     return torch.stack([weight.abs().amax(dim=0) for weight in weights]).amax(dim=0)
 
 
-def balance(activation: Tensor, weight: Tensor, alpha: float = ALPHA) -> Tensor:
-    """a^alpha / w^(1 - alpha) around a geometric mean of 1 (a common factor changes no rounding).
+def balance(
+    activation: Tensor, weight: Tensor, alpha: float = ALPHA, beta: float = 1 - ALPHA
+) -> Tensor:
+    """a^alpha / w^beta around a geometric mean of 1 (a common factor changes no rounding).
 
     A channel that is zero in the activations or in the weights needs no smoothing: 1.
     """
     live = (activation > 0) & (weight > 0)
-    exponent = alpha * activation.double().log2() - (1 - alpha) * weight.double().log2()
+    exponent = alpha * activation.double().log2() - beta * weight.double().log2()
     mean = exponent[live].mean() if live.any() else exponent.new_zeros(())
     exponent = torch.where(live, exponent - mean, torch.zeros_like(exponent))
     return (2.0**exponent).clamp(1 / LIMIT, LIMIT).float()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,9 +22,16 @@ from quasar.kernels.reference import rms_norm
 from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer, LayerTensors, Observer, embedded, unobserved
 from quasar.models.tensors import GROUPS, layer_prefix
-from quasar.quantization.calibrate import CalibrationText, ChannelMaxima, SampledRows
-from quasar.quantization.simulation import Fidelity, Int8Linear, compare, simulated
-from quasar.quantization.smooth import SMOOTHERS, Scales, fold, output_scales
+from quasar.quantization.calibrate import (
+    SAMPLED_TOKENS,
+    CalibrationText,
+    LayerInputs,
+    SampledRows,
+    sample_groups,
+)
+from quasar.quantization.recipe import LayerResult, Recipe
+from quasar.quantization.simulation import Arm, Fidelity, compare, simulated, simulated_linear
+from quasar.quantization.smooth import UNSMOOTHED, Scales, output_scales
 from quasar.quantization.weights import QuantizedLayer
 
 Seen = TypeVar("Seen", bound=Observer)
@@ -52,7 +60,7 @@ class LinearError:
     """Relative error |quantised output - output| / |output| of one linear on held-out inputs."""
 
     name: str
-    smoothed: bool
+    smoothing: str
     recipe: float
     rtn: float
 
@@ -64,6 +72,8 @@ class TrialResult:
     bf16: Fidelity
     recipe: Fidelity
     rtn: Fidelity
+    int8_head: Fidelity
+    """The recipe with an INT8 head, as a verifier makes it by default."""
     errors: list[LinearError]
 
 
@@ -78,40 +88,63 @@ class Trial:
     def __init__(
         self,
         config: ModelConfig,
-        smooth: str,
+        recipe: Recipe,
         text: CalibrationText,
         table: Tensor,
         workers: Executor,
     ) -> None:
         """table [vocab, hidden] bf16: the embedding."""
         self.config, self.workers = config, workers
-        self.smoother = SMOOTHERS[smooth]
+        self.recipe = recipe
+        tokens = sum(len(ids) for ids in text.calibration)
+        # GPTQ needs the moments of all inputs, the search a sample.
+        self.stride = 1 if recipe.weights == "gptq" else max(1, tokens // SAMPLED_TOKENS)
         self.calibration = [embedded(table, ids, config) for ids in text.calibration]
         self.bf16 = [embedded(table, ids, config) for ids in text.held_out]
-        self.recipe, self.rtn = list(self.bf16), list(self.bf16)
+        self.quantized, self.rtn = list(self.bf16), list(self.bf16)
         self.targets = torch.cat([ids[1:] for ids in text.held_out])
         self.errors: list[LinearError] = []
+
+    @property
+    def states(self) -> dict[str, list[Tensor]]:
+        """The residual streams of all texts: all that the next layer needs. May be replaced."""
+        return {
+            "calibration": self.calibration,
+            "bf16": self.bf16,
+            "quantized": self.quantized,
+            "rtn": self.rtn,
+        }
 
     def advance(self, index: int, tensors: LayerTensors) -> QuantizedLayer:
         """Move every text through one layer; gives the layer as the recipe quantises it."""
         layer = Layer(self.config, index, tensors)
-        maxima = self._move(self.calibration, layer, ChannelMaxima)
         rows = self._move(self.bf16, layer, SampledRows)
-        absmax = {g: torch.stack([part[g] for part in maxima]).amax(dim=0) for g in GROUPS}
-        sample = {g: torch.cat([part[g] for part in rows]) for g in GROUPS}
-        plain = QuantizedLayer.round(tensors)
-        folded, scales = fold(tensors, self.smoother(tensors, absmax, self.config), self.config)
-        quantized = QuantizedLayer.round(folded) if scales else plain
-        for states, arm in ((self.rtn, plain), (self.recipe, quantized)):
+        plain = QuantizedLayer.round(tensors, self.recipe.format)
+        result = LayerResult(plain, UNSMOOTHED)
+        if self.recipe != self.recipe.plain:
+            seen = self._move(self.calibration, layer, partial(LayerInputs, self.stride))
+            sample = sample_groups(seen, self.calibration)
+            result = self.recipe.apply(tensors, sample, self.config, self.workers)
+        for states, arm in ((self.rtn, plain), (self.quantized, result.layer)):
             self._move(states, simulated(self.config, index, arm), lambda: unobserved)
-        recipe = relative_errors(tensors, quantized, scales, sample, self.config)
-        rtn = relative_errors(tensors, plain, {}, sample, self.config)
-        smoothed = {name for group in scales for name in GROUPS[group]}
-        self.errors += [
-            LinearError(layer_prefix(index) + name, name in smoothed, recipe[name], rtn[name])
-            for name in rtn
-        ]
-        return quantized
+        held_out = {g: torch.cat([part[g] for part in rows]) for g in GROUPS}
+        self._record(layer_prefix(index), tensors, result, plain, held_out)
+        return result.layer
+
+    def _record(
+        self,
+        prefix: str,
+        tensors: LayerTensors,
+        result: LayerResult,
+        plain: QuantizedLayer,
+        held_out: Mapping[str, Tensor],
+    ) -> None:
+        scales = result.smoothing.scales
+        recipe = relative_errors(tensors, result.layer, scales, held_out, self.config)
+        rtn = relative_errors(tensors, plain, {}, held_out, self.config)
+        for group, names in GROUPS.items():
+            label = result.smoothing.labels.get(group, "none")
+            self.errors += [LinearError(prefix + n, label, recipe[n], rtn[n]) for n in names]
 
     def _move(self, states: list[Tensor], layer: Layer, make: Callable[[], Seen]) -> list[Seen]:
         """Replace the hidden states of each sequence by the layer's output; gives the observers."""
@@ -130,10 +163,11 @@ class Trial:
         eps = self.config.rms_norm_eps
         outputs = [
             torch.cat([rms_norm(hidden[:-1], norm, eps) for hidden in arm])
-            for arm in (self.bf16, self.recipe, self.rtn)
+            for arm in (self.bf16, self.quantized, self.rtn)
         ]
-        bf16, recipe, rtn = compare(outputs, head, self.targets, self.workers, progress)
-        return TrialResult(bf16, recipe, rtn, self.errors)
+        arms = [*map(Arm, outputs), Arm(outputs[1], int8_head=True)]
+        bf16, recipe, rtn, int8 = compare(arms, head, self.targets, self.workers, progress)
+        return TrialResult(bf16, recipe, rtn, int8, self.errors)
 
 
 def relative_errors(
@@ -150,7 +184,7 @@ def relative_errors(
         inputs = rows / scales[group] if group in scales else rows
         for name in names:
             expected = F.linear(rows, tensors[f"{name}.weight"])
-            product = Int8Linear(replace(layer.linears[name], bias=None))(inputs)
+            product = simulated_linear(replace(layer.linears[name], bias=None))(inputs)
             difference = product * outputs.get(name, torch.ones(())) - expected
             errors[name] = float(difference.norm() / expected.norm().clamp_min(1e-30))
     return errors

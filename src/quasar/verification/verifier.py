@@ -89,10 +89,10 @@ def load_verifier(
     for name, value in (("verifier", precision), ("head", head_precision)):
         if value not in PRECISIONS:
             raise UsageError(f"--{name} {value} is unknown; it is one of {', '.join(PRECISIONS)}")
-    held = held_precision(checkpoint)
-    if held != precision:
+    if checkpoint.precision != precision:
         raise UsageError(
-            f"{checkpoint.path} holds {held} weights: --verifier {precision} needs others"
+            f"{checkpoint.path} holds {checkpoint.precision} weights: --verifier {precision} needs "
+            "others"
         )
     config = parse_config(checkpoint.config)
     if head_precision == "w4a8" and config.hidden_size % GROUP_SIZE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 
@@ -56,6 +57,19 @@ def number(least: float, most: float, without_least: bool = False) -> Callable[[
         return value
 
     return parse
+
+
+SIZES = {"": 1, "B": 1, **{f"{k}B": 1000**n for n, k in enumerate("KMGT", 1)}}
+SIZES |= {f"{k}iB": 1024**n for n, k in enumerate("KMGT", 1)}
+
+
+def size(text: str) -> int:
+    """A number of bytes: `500MB` is decimal, `4GiB` binary."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?) ?([KMGT]?i?B|)", text)
+    value = round(float(found[1]) * SIZES.get(found[2], 0)) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 4GiB")
+    return value
 
 
 def utf8(text: str) -> str:

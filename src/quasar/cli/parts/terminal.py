@@ -95,6 +95,14 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:,.0f} MB"
 
 
+def duration(seconds: float) -> str:
+    """Seconds, or minutes, or hours and minutes."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A function (stage, done, total) that shows a bar a stage on standard error.

@@ -1,0 +1,161 @@
+"""`quantization_config` of a compressed-tensors folder: one scheme for all linears but the ignored.
+
+Every key is understood, known to say nothing about the weights, or refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quasar.errors import CheckpointError
+from quasar.kernels.base import GROUP_SIZES
+
+_TOP: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("compressed-tensors",),
+    "format": ("int-quantized", "pack-quantized"),
+    "quantization_status": (None, "compressed", "frozen"),
+    "kv_cache_scheme": (None,),
+    "transform_config": (None, {}),
+    "sparsity_config": (None, {}),
+    "moe_sparsity_config": (None, {}),
+}
+_TOP_SILENT = {"config_groups", "ignore", "version", "global_compression_ratio", "run_compressed"}
+_INT8 = {"num_bits": (8,), "type": ("int",), "symmetric": (True,)}
+_NO_GROUPS = {"group_size": (None, -1), "block_structure": (None,)}
+_ORDER = {"actorder": (None, False, "weight", "static")}
+"""Of GPTQ: these orders leave no trace in the file, others need an index of each input."""
+_INT8_WEIGHTS = _INT8 | _NO_GROUPS | _ORDER | {"strategy": ("channel",), "dynamic": (False,)}
+_INT4_WEIGHTS = _ORDER | {
+    "num_bits": (4,),
+    "type": ("int",),
+    "symmetric": (True, False),
+    "strategy": ("group", "channel"),
+    "block_structure": (None,),
+    "dynamic": (False,),
+}
+_ACTIVATIONS = _INT8 | _NO_GROUPS | _ORDER | {"strategy": ("token",), "dynamic": (True,)}
+_SILENT = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
+"""How scales were found, and in which type; theirs is that of the tensors."""
+_OPTIONAL = {"actorder", "block_structure", "group_size"}
+_MAX_GROUP_SIZE = 1 << 22
+_MAX_PATTERNS = 64
+_SAFE_PATTERN = re.compile(r"re:\^?(?:\.\*)?(?:[\w-]|\\?\.)*(?:\.\*)?\$?")
+"""Names with `.*` at either end. A free regular expression could take for ever to match."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the linears of a folder are stored."""
+
+    name: str
+    """w8a8, w4a8 or w4a16."""
+    symmetric: bool
+    group_size: int | None
+    """Inputs that share a scale; None: all inputs of a row."""
+    ignore: tuple[str, ...]
+    """Modules that are stored in floating point: names, or patterns after `re:`."""
+
+    @property
+    def packed(self) -> bool:
+        return self.name != "w8a8"
+
+    @property
+    def precision(self) -> str:
+        """The verifier that these weights are for: 16-bit activations make it the target itself."""
+        return "bf16" if self.name == "w4a16" else self.name
+
+    def ignores(self, module: str) -> bool:
+        return module in self.ignore or any(
+            re.match(pattern.removeprefix("re:"), module)
+            for pattern in self.ignore
+            if pattern.startswith("re:")
+        )
+
+
+def parse_scheme(quantization: Any, where: str) -> Scheme:
+    """CheckpointError, naming the key, for whatever is not one of the three schemes."""
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{where} is not an object")
+    _check(quantization, _TOP, _TOP_SILENT, where, {*_TOP} - {"quant_method", "format"})
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise CheckpointError(f"{where}: exactly one entry in config_groups is supported")
+    (name, group), *_ = groups.items()
+    where_group = f"{where}: config_groups.{name}"
+    weights, activations = _parts(group, quantization["format"], where_group)
+    ignore = _ignored(quantization.get("ignore") or [], where)
+    if quantization["format"] == "int-quantized":
+        _check_part(weights, _INT8_WEIGHTS, f"{where_group}.weights")
+        _check_part(activations, _ACTIVATIONS, f"{where_group}.input_activations")
+        return Scheme("w8a8", True, None, ignore)
+    _check_part(weights, _INT4_WEIGHTS | {"group_size": None}, f"{where_group}.weights")
+    if activations is not None:
+        _check_part(activations, _ACTIVATIONS, f"{where_group}.input_activations")
+    scheme = "w4a16" if activations is None else "w4a8"
+    size = _group_size(weights, scheme, f"{where_group}.weights")
+    return Scheme(scheme, weights["symmetric"], size, ignore)
+
+
+def _parts(group: Any, format: str, where: str) -> tuple[Any, Any]:
+    """Weights and input activations of the one group."""
+    if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
+        raise CheckpointError(f"{where}: targets must be ['Linear']")
+    allowed: dict[str, Sequence[Any]] = {"output_activations": (None,), "format": (None, format)}
+    silent = {"targets", "weights", "input_activations"}
+    _check(group, allowed, silent, where, {*allowed})
+    return group.get("weights"), group.get("input_activations")
+
+
+def _check_part(part: Any, allowed: Mapping[str, Sequence[Any] | None], where: str) -> None:
+    if not isinstance(part, dict):
+        raise CheckpointError(f"{where} is missing")
+    _check(part, allowed, _SILENT, where, _OPTIONAL)
+
+
+def _check(
+    part: Mapping[str, Any],
+    allowed: Mapping[str, Sequence[Any] | None],
+    silent: Collection[str],
+    where: str,
+    optional: Collection[str],
+) -> None:
+    """Values by key, None for one that is looked at elsewhere; `optional` ones may be absent."""
+    for key, values in allowed.items():
+        if values is None or (key in optional and key not in part):
+            continue
+        value = part.get(key)
+        if not any(type(value) is type(one) and value == one for one in values):
+            only = f", only {values[0]!r}" if len(values) == 1 and values[0] is not None else ""
+            raise CheckpointError(f"{where}: {key} {value!r} is not supported{only}")
+    for key in part:
+        if key not in allowed and key not in silent:
+            raise CheckpointError(f"{where}: {key} {part[key]!r} is not known")
+
+
+def _group_size(weights: Mapping[str, Any], scheme: str, where: str) -> int | None:
+    size = weights.get("group_size")
+    if scheme == "w4a8" and size not in GROUP_SIZES:
+        raise CheckpointError(
+            f"{where}: group_size {size!r} is not supported, only one of {GROUP_SIZES}"
+        )
+    if weights["strategy"] == "channel":
+        if size not in (None, -1):
+            raise CheckpointError(f"{where}: group_size {size!r} contradicts strategy 'channel'")
+        return None
+    if type(size) is not int or not 1 <= size <= _MAX_GROUP_SIZE:
+        raise CheckpointError(f"{where}: group_size {size!r} is not supported")
+    return size
+
+
+def _ignored(ignore: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
+        raise CheckpointError(f"{where}: ignore is not a list of names")
+    if sum(item.startswith("re:") for item in ignore) > _MAX_PATTERNS:
+        raise CheckpointError(f"{where}: ignore has more than {_MAX_PATTERNS} patterns")
+    for item in ignore:
+        if item.startswith("re:") and not _SAFE_PATTERN.fullmatch(item):
+            raise CheckpointError(f"{where}: ignore pattern {item!r} is not supported")
+    return tuple(ignore)

@@ -1,0 +1,107 @@
+"""What a run of the quantiser will take, from one layer done in full and a piece of the head.
+
+Every layer costs the same, so time is measured, not modelled: search, clipping and GPTQ have no
+simple law. Sizes are exact, but for linears that turn out to be better left in BF16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quasar.checkpoints.base import Checkpoint
+from quasar.checkpoints.shards import plan
+from quasar.checkpoints.writer import check_target
+from quasar.errors import UsageError
+from quasar.memory import peak_memory
+from quasar.models.layer import read_layer
+from quasar.models.tensors import EMBEDDING, final_norm, head_rows
+from quasar.quantization.pipeline import QuantizeOptions, Source, free_space, space_needed
+from quasar.quantization.simulation import HEAD_CHUNK
+from quasar.quantization.trial import Trial, workers
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    seconds: float
+    peak_rss_bytes: int
+    """Mapped pages of the model's file included, as far as they are held at a time."""
+    shard_bytes: list[int]
+    """The size of each file of weights."""
+    space_bytes: int
+    """What the disk must have free: the files, and twice what a save point keeps."""
+    free_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(
+    checkpoint: Checkpoint, out: Path, options: QuantizeOptions, progress: ProgressCallback
+) -> Estimate:
+    """Refuses what `quantize` refuses before its work; writes nothing."""
+    out = Path(os.path.realpath(out))
+    check_target(out)
+    place = _existing(out)
+    source = Source.of(checkpoint, options)
+    seconds = _measured(source, progress)
+    return Estimate(
+        seconds=seconds,
+        peak_rss_bytes=peak_memory(),
+        shard_bytes=plan(source.tensors(), options.shard_bytes),
+        space_bytes=space_needed(source),
+        free_bytes=free_space(place),
+    )
+
+
+def _existing(out: Path) -> Path:
+    """The folder that `out` will lie in, or the nearest that is there already."""
+    place = next(parent for parent in out.parents if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write {out}: {place} is no folder that may be written to")
+    return place
+
+
+def _measured(source: Source, progress: ProgressCallback) -> float:
+    """Seconds of all layers, of the measurement at the end and of reading the source."""
+    config, checkpoint = source.config, source.checkpoint
+    with workers() as pool:
+        progress("estimating", 0, 3)
+        started = time.perf_counter()
+        trial = _trial(source, pool)
+        trial.advance(0, read_layer(checkpoint, config, 0))
+        layer = time.perf_counter() - started
+        checkpoint.release()
+        progress("estimating", 1, 3)
+        started = time.perf_counter()
+        head = head_rows(checkpoint, config)[:HEAD_CHUNK]
+        trial.result(final_norm(checkpoint, config), head, lambda done, total: None)
+        piece = time.perf_counter() - started
+        checkpoint.release()
+    progress("estimating", 2, 3)
+    reading = _reading(source)
+    progress("estimating", 3, 3)
+    return config.layers * layer + piece * config.vocab_size / len(head) + reading
+
+
+def _trial(source: Source, pool: Executor) -> Trial:
+    table = source.checkpoint.tensor(EMBEDDING)
+    return Trial(source.config, source.options.recipe, source.text, table, pool)
+
+
+def _reading(source: Source) -> float:
+    """The checksum of the source."""
+    file = source.checkpoint.files[0]
+    started = time.perf_counter()
+    piece = next(iter(file.chunks()))
+    hashlib.sha256(piece)
+    seconds = time.perf_counter() - started
+    return seconds * sum(file.size for file in source.checkpoint.files) / len(piece)

@@ -1,0 +1,65 @@
+"""GPTQ (arXiv 2210.17323): round one input channel after another, the rest makes up for the error.
+
+With the second moments H = sum_t x_t x_t^T of the inputs the error in the output of a row is
+(W - Q) H (W - Q)^T. Rounding channel j changes the channels that are still open by
+-(w_j - q_j) / U_jj * U_j, U the upper Cholesky factor of H^-1. Channels go in descending order of
+H_jj; grids are set beforehand, so the order leaves no trace in what is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quasar.quantization.weights import Grid
+
+DAMPING = 0.5
+"""Of the mean H_jj, added to the diagonal."""
+BLOCK = 128
+"""Channels whose effect on the later ones is applied in one product."""
+
+
+@dataclass(frozen=True, slots=True)
+class InverseFactor:
+    """What GPTQ needs of H, shared by the linears of a group."""
+
+    order: Tensor
+    """[in] int64, channels as they are rounded."""
+    factor: Tensor
+    """U [in, in] fp32, channels in that order."""
+
+    @classmethod
+    def of(cls, moments: Tensor) -> InverseFactor:
+        """moments H [in, in] fp32, symmetric; a channel without energy is rounded to nearest."""
+        energy = moments.diagonal()
+        order = energy.argsort(descending=True, stable=True)
+        damped = moments[order][:, order]
+        floor = energy.mean() * DAMPING
+        damped.diagonal().add_(torch.where(floor > 0, floor, torch.ones_like(floor)))
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        return cls(order, torch.linalg.cholesky(inverse, upper=True))
+
+
+def compensated_codes(weight: Tensor, grid: Grid, inverse: InverseFactor) -> Tensor:
+    """weight [out, in] fp32 -> codes [out, in], fp32 holding integers."""
+    order, factor = inverse.order, inverse.factor
+    group = order // (weight.shape[1] // grid.groups)
+    # Channels become rows: each step then reads and writes contiguous memory.
+    scale, zero = (x[..., 0].t()[group].contiguous() for x in (grid.scale, grid.zero))
+    rest = weight.t()[order].contiguous()
+    codes = torch.empty_like(rest)
+    for start in range(0, len(order), BLOCK):
+        end = min(start + BLOCK, len(order))
+        errors = torch.empty_like(rest[start:end])
+        for j in range(start, end):
+            code = (rest[j] / scale[j]).add_(zero[j]).round_().clamp_(grid.low, grid.high)
+            codes[j] = code
+            error = (rest[j] - (code - zero[j]) * scale[j]) / factor[j, j]
+            rest[j + 1 : end] -= factor[j, j + 1 : end, None] * error
+            errors[j - start] = error
+        rest[end:] -= factor[start:end, end:].t() @ errors
+    result = torch.empty_like(weight)
+    result[:, order] = codes.t()
+    return result
