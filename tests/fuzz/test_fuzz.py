@@ -26,7 +26,7 @@ from quasar.errors import CheckpointError
 from quasar.files import SPARE_BYTES, parse_object
 from quasar.models.families import parse_config
 
-CASES = 2000
+CASES = 1500
 
 
 def test_damaged_files_load_or_are_refused(tmp_path: Path) -> None:
