@@ -47,12 +47,13 @@ class Tokenizer:
         their model has embeddings.
         """
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
         self._config = config
         self._generation = generation
         self.eos_ids = frozenset(generation["eos_token_id"])
         self._limit = model_vocab_size
+        # First of all: it refuses ids so large that the library's writing of them never ends.
         self.pieces, self.strips_space = token_pieces(tokenizer)
+        self._encoder = Encoder(tokenizer)
         self.special_ids = frozenset(
             index for index, added in tokenizer.get_added_tokens_decoder().items() if added.special
         )
