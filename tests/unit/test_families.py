@@ -365,3 +365,13 @@ def test_qwen2_window_from_a_layer_on() -> None:
     assert parse_config(QWEN2 | used).windows == (0, 64)
     kinds = ["sliding_attention", "full_attention"]
     assert parse_config(QWEN2 | used | {"layer_types": kinds}).windows == (64, 0)
+
+
+def test_qwen2_window_null_is_none_but_absent_is_4096() -> None:
+    used = {"use_sliding_window": True, "max_window_layers": 1}
+    absent = {key: value for key, value in QWEN2.items() if key != "sliding_window"}
+    assert parse_config(absent | used).windows == (0, 4096)
+    assert parse_config(absent | used | {"sliding_window": None}).windows == ()
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
+    with pytest.raises(CheckpointError, match="layer_types"):
+        parse_config(absent | used | {"sliding_window": None} | kinds)
