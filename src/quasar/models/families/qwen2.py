@@ -15,7 +15,6 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The bias is part of the architecture, not of the config."""
     reader = ConfigReader(config)
     reader.exactly("hidden_act", "silu")
-    reader.exactly("use_mrope", False)
     sizes = reader.sizes()
     result = ModelConfig(
         family="qwen2",
