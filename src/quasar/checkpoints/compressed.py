@@ -35,10 +35,7 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         quantization = config["quantization_config"]
-        where = f"{path / 'config.json'}: quantization_config"
-        if not isinstance(quantization, dict):
-            raise CheckpointError(f"{where} is not an object")
-        ignore = _check_scheme(quantization, where)
+        ignore = check_scheme(quantization, path)
         self._ignore = frozenset(ignore)
         self._ignore_patterns = [i.removeprefix("re:") for i in ignore if i.startswith("re:")]
         super().__init__(path, config)
@@ -101,8 +98,11 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
         return module in self._ignore or any(re.match(p, module) for p in self._ignore_patterns)
 
 
-def _check_scheme(quantization: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Refuse all but W8A8 for every Linear; return the ignored modules."""
+def check_scheme(quantization: Any, path: Path) -> tuple[str, ...]:
+    """Refuse all but W8A8 for every Linear of the folder `path`; return the ignored modules."""
+    where = f"{path / 'config.json'}: quantization_config"
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{where} is not an object")
     method = quantization.get("quant_method")
     if method != "compressed-tensors":
         raise CheckpointError(f"{where}: quant_method {method!r} is not supported")
