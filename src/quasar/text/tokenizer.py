@@ -160,9 +160,7 @@ def _from_gguf(checkpoint: TokenizerSource, metadata: Mapping[str, Any]) -> Toke
 
 def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
     folder = checkpoint.path
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(f"{folder} has no tokenizer.json")
+    path = tokenizer_file(folder)
     tokenizer = parse(_read(path), str(path))
     config = _read_object(folder / "tokenizer_config.json")
     for key, value in _read_object(folder / "special_tokens_map.json").items():
@@ -178,6 +176,17 @@ def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
         ids.add(eos)
     generation = {**checkpoint.generation_config, "eos_token_id": sorted(ids)}
     return Tokenizer(tokenizer, config, generation, _vocab_size(checkpoint))
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The folder's tokenizer.json, or what to do about it: some models come with another form."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; let transformers write one: AutoTokenizer."
+            "from_pretrained(MODEL).save_pretrained(FOLDER), or take the model as a GGUF file"
+        )
+    return path
 
 
 def _vocab_size(checkpoint: TokenizerSource) -> int:
