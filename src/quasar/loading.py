@@ -146,7 +146,7 @@ class Model:
         held = self.checkpoint.precision
         if held == "bf16":
             return tuple(name for name in PRECISIONS if name != "w4a8" or has_groups(self.config))
-        return tuple(name for name in PRECISIONS if name == held)
+        return (held,)
 
     def load(
         self,

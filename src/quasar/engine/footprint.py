@@ -8,13 +8,21 @@ Checked against the measured peak: tests/cli/test_footprint.py says how close it
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from quasar.engine.scheduler import Limits
 from quasar.models.config import ModelConfig
 from quasar.quantization.weights import HEAD_CHUNK_ROWS
 
-ELEMENT_BYTES = {"bf16": 2, "w8a8": 1}
+ELEMENT_BYTES = {"bf16": 2, "w8a8": 1, "w4a8": 0.5 + 2 / 32}
+"""Of packed weights. Those of W4A8 come with 16 bits for each group, of 32 at least."""
+UNPACKED_BYTES = {"bf16": 2, "w8a8": 1, "w4a8": 1 + 5 / 32}
+"""Of weights on their way, as the operations take them."""
+CHUNK_COPIES = {"w8a8": 3, "w4a8": 5}
+"""Chunks of a head in fp32 at a time while it is rounded."""
+PREPARED_BYTES = 3
+"""Of an activation as products read it: 1 to 3."""
 SCALE_BYTES = 4
 """Each row of an INT8 weight has one fp32 scale."""
 PAGE = 2 << 20
@@ -79,7 +87,7 @@ def footprint(
 
 def linear_bytes(rows: int, columns: int, precision: str) -> int:
     scales = SCALE_BYTES if precision == "w8a8" else 0
-    return rows * (columns * ELEMENT_BYTES[precision] + scales)
+    return rows * (math.ceil(columns * ELEMENT_BYTES[precision]) + scales)
 
 
 def layer_bytes(config: ModelConfig, precision: str) -> int:
@@ -106,22 +114,23 @@ def working_bytes(config: ModelConfig, rows: int, context: int, threads: int) ->
     hidden, inner = config.hidden_size, config.intermediate_size
     width = config.heads * config.head_dim
     activations = 4 * rows * (hidden + _qkv(config) + width + inner)
-    prepared = 2 * rows * max(hidden, inner, width)
+    prepared = PREPARED_BYTES * rows * max(hidden, inner, width)
     scores = 4 * SCORE_VECTORS * threads * context
     return activations + prepared + scores + 4 * context * config.head_dim
 
 
 def loading_bytes(config: ModelConfig, precision: str, mapped: bool) -> int:
     """The packed layers, and the larger of one more layer and the head on their way."""
-    element = ELEMENT_BYTES[precision]
     layers, one = config.layers * layer_bytes(config, precision), layer_bytes(config, precision)
-    gated = 2 * config.hidden_size * config.intermediate_size * element
+    gated = math.ceil(2 * config.hidden_size * config.intermediate_size * UNPACKED_BYTES[precision])
     table = 2 * config.vocab_size * config.hidden_size
-    packed = linear_bytes(config.vocab_size, config.hidden_size, precision)
-    if precision == "w8a8":  # rounded from BF16 rows, a chunk in fp32 with two more like it
-        head = table + packed + 3 * 4 * HEAD_CHUNK_ROWS * config.hidden_size
-    else:
+    if precision == "bf16":
+        packed = linear_bytes(config.vocab_size, config.hidden_size, precision)
         head = table + packed + (0 if mapped else table)
+    else:  # rounded from the table's rows
+        rounded = table / 2 * UNPACKED_BYTES[precision]
+        chunks = CHUNK_COPIES[precision] * 4 * HEAD_CHUNK_ROWS * config.hidden_size
+        head = table + math.ceil(rounded) + chunks
     # Gate and up are laid side by side, then interleaved, before they are packed.
     return layers + max(one + 2 * gated, head)
 
