@@ -12,7 +12,7 @@ from quasar.kernels.base import RaggedBatch
 from quasar.kernels.reference import ReferenceBackend
 from quasar.models.families import parse_config
 from quasar.models.tensors import LINEARS, read_linears
-from quasar.verification.verifier import PRECISIONS, held_precision, load_verifier
+from quasar.verification.verifier import PRECISIONS, load_verifier
 
 
 def logits(verifier, count: int = 20):
@@ -29,7 +29,7 @@ def test_a_checkpoint_says_what_it_holds(tmp_path):
     }
     assert set(opened) == set(PRECISIONS)
     for held, checkpoint in opened.items():
-        assert held_precision(checkpoint) == held
+        assert checkpoint.precision == held
         for other in set(PRECISIONS) - {held}:
             message = f"holds {held} weights: --verifier {other} needs others"
             with pytest.raises(UsageError, match=message):

@@ -180,7 +180,8 @@ def check_groups(config: ModelConfig, format: WeightFormat) -> None:
     for name, (_, columns) in linear_shapes(config).items():
         if format.group_size and columns % format.group_size:
             raise UsageError(
-                f"--group-size {format.group_size} does not divide the {columns} inputs of {name}"
+                f"--scheme w4a8: groups of {format.group_size} (--group-size) do not divide the "
+                f"{columns} inputs of {name}"
             )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
 from quasar.models.tensors import GROUPS
@@ -60,6 +61,7 @@ class Recipe:
     ) -> LayerResult:
         """tensors: one layer, fp32. Groups of linears are spread over `workers`."""
         chosen = self._smoothing(tensors, sample, config, workers)
+        trim_heap()
         folded, scales = fold(tensors, chosen.scales, config)
 
         def quantize(group: str) -> dict[str, QuantizedWeight]:

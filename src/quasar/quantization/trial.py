@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quasar.kernels.reference import rms_norm
+from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer, LayerTensors, Observer, embedded, unobserved
 from quasar.models.tensors import GROUPS, layer_prefix
@@ -154,7 +155,9 @@ class Trial:
             states[index] = layer(states[index], observer)
             return observer
 
-        return list(self.workers.map(run, range(len(states))))
+        seen = list(self.workers.map(run, range(len(states))))
+        trim_heap()
+        return seen
 
     def result(
         self, norm: Tensor, head: Tensor, progress: Callable[[int, int], None]
