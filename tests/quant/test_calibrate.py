@@ -14,14 +14,14 @@ from quasar.quantization.calibrate import (
     CALIBRATION_TOKENS,
     HELD_OUT_TOKENS,
     LARGEST_FILE,
-    LayerInputs,
     Inputs,
+    LayerInputs,
     SampledRows,
-    sample_groups,
     builtin_passages,
     calibration_text,
     cut,
     parse_passages,
+    sample_groups,
 )
 from quasar.text.tokenizer import load_tokenizer
 

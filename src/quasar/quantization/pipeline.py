@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,7 +171,6 @@ class _Run:
 
     def finish(self, writer: CheckpointWriter, result: TrialResult, kept: bool) -> Report:
         """Everything but the tensors; then the folder becomes visible."""
-        writer.add_json("config.json", folder_config(self.checkpoint))
         with writer.failures():
             self.tokenizer.save(writer.folder)
         report = Report(
@@ -184,13 +183,14 @@ class _Run:
             seconds=time.perf_counter() - self.started,
             peak_rss_bytes=peak_memory(),
         )
+        writer.add_json("config.json", folder_config(self.checkpoint, report.ignored()))
         writer.add_json(REPORT_FILE, report.to_json())
         writer.commit()
         return report
 
 
-def folder_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """config.json of the quantised folder.
+def folder_config(checkpoint: Checkpoint, ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """config.json of the quantised folder; `ignored` names the linears left in BF16.
 
     Only fields that every release of compressed-tensors accepts: its classes forbid unknown ones.
     """
@@ -210,7 +210,7 @@ def folder_config(checkpoint: Checkpoint) -> dict[str, Any]:
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
             "quantization_status": "compressed",
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", *ignored],
             "config_groups": {"group_0": group},
         },
     }

@@ -9,9 +9,9 @@ W8A8 costs a quarter of the BF16 arm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from quasar.kernels.base import Int4Weight, Int8Weight, LinearWeight
 from quasar.kernels.reference import quantize_rows
 from quasar.models.config import ModelConfig
 from quasar.models.layer import FloatLinear, Layer, Product, head_chunks
+from quasar.models.tensors import GROUPS
+from quasar.quantization.smooth import Scales, output_scales
 from quasar.quantization.weights import QuantizedLayer, dequantize, round_to_nearest
 
 HEAD_CHUNK, POSITIONS = 4096, 256
@@ -66,6 +68,29 @@ def simulated_linear(weight: LinearWeight | Int4Weight) -> Product:
 def simulated(config: ModelConfig, layer: QuantizedLayer) -> Layer:
     """The layer as a verifier computes it, but for the rounding of K and V in its cache."""
     return Layer(config, layer.norms, {n: simulated_linear(w) for n, w in layer.linears.items()})
+
+
+def relative_errors(
+    tensors: Mapping[str, Tensor],
+    layer: QuantizedLayer,
+    scales: Scales,
+    inputs: Mapping[str, Tensor],
+    config: ModelConfig,
+) -> dict[str, float]:
+    """By linear |quantised output - output| / |output|, in the units of the unsmoothed layer.
+
+    tensors: the fp32 layer; inputs: [rows, in] by group; biases are left out.
+    """
+    outputs, errors = output_scales(scales, config), {}
+    for group, names in GROUPS.items():
+        rows = inputs[group]
+        smoothed = rows / scales[group] if group in scales else rows
+        for name in names:
+            expected = F.linear(rows, tensors[f"{name}.weight"])
+            product = simulated_linear(replace(layer.linears[name], bias=None))(smoothed)
+            difference = product * outputs.get(name, torch.ones(())) - expected
+            errors[name] = float(difference.norm() / expected.norm().clamp_min(1e-30))
+    return errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from quasar.kernels.base import DenseWeight
 from quasar.kernels.reference import rms_norm
 from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer, LayerTensors, Observer, unobserved
@@ -30,8 +30,8 @@ from quasar.quantization.calibrate import (
     sample_groups,
 )
 from quasar.quantization.recipe import LayerResult, Recipe
-from quasar.quantization.simulation import Arm, Fidelity, compare, simulated, simulated_linear
-from quasar.quantization.smooth import UNSMOOTHED, Scales, output_scales
+from quasar.quantization.simulation import Arm, Fidelity, compare, relative_errors, simulated
+from quasar.quantization.smooth import UNSMOOTHED
 from quasar.quantization.weights import QuantizedLayer
 
 Seen = TypeVar("Seen", bound=Observer)
@@ -60,6 +60,8 @@ class LinearError:
     """Relative error |quantised output - output| / |output| of one linear on held-out inputs."""
 
     name: str
+    scheme: str
+    """That of the recipe, or bf16."""
     smoothing: str
     recipe: float
     rtn: float
@@ -134,7 +136,12 @@ class Trial:
         rtn = relative_errors(tensors, plain, {}, held_out, self.config)
         for group, names in GROUPS.items():
             label = result.smoothing.labels.get(group, "none")
-            self.errors += [LinearError(prefix + n, label, recipe[n], rtn[n]) for n in names]
+            for name in names:
+                dense = isinstance(result.layer.linears[name], DenseWeight)
+                scheme = "bf16" if dense else self.recipe.scheme
+                self.errors.append(
+                    LinearError(prefix + name, scheme, label, recipe[name], rtn[name])
+                )
 
     def _move(self, states: list[Tensor], layer: Layer, make: Callable[[], Seen]) -> list[Seen]:
         """Replace the hidden states of each sequence by the layer's output; gives the observers."""
@@ -158,23 +165,3 @@ class Trial:
         arms = [*map(Arm, outputs), Arm(outputs[1], int8_head=True)]
         bf16, recipe, rtn, int8 = compare(arms, head, self.targets, self.workers, progress)
         return TrialResult(bf16, recipe, rtn, int8, self.errors)
-
-
-def relative_errors(
-    tensors: Mapping[str, Tensor],
-    layer: QuantizedLayer,
-    scales: Scales,
-    sample: Mapping[str, Tensor],
-    config: ModelConfig,
-) -> dict[str, float]:
-    """By linear, in the units of the unsmoothed layer; biases are left out."""
-    outputs, errors = output_scales(scales, config), {}
-    for group, names in GROUPS.items():
-        rows = sample[group]
-        inputs = rows / scales[group] if group in scales else rows
-        for name in names:
-            expected = F.linear(rows, tensors[f"{name}.weight"])
-            product = simulated_linear(replace(layer.linears[name], bias=None))(inputs)
-            difference = product * outputs.get(name, torch.ones(())) - expected
-            errors[name] = float(difference.norm() / expected.norm().clamp_min(1e-30))
-    return errors

@@ -180,8 +180,11 @@ class QuantizedLayer:
         for name, norm in self.norms.items():
             yield name, norm.bfloat16()
         for name, weight in self.linears.items():
-            assert isinstance(weight, Int8Weight)
-            yield f"{name}.weight", weight.codes
-            yield f"{name}.weight_scale", weight.scale[:, None]
+            if isinstance(weight, DenseWeight):
+                yield f"{name}.weight", weight.weight
+            else:
+                assert isinstance(weight, Int8Weight)
+                yield f"{name}.weight", weight.codes
+                yield f"{name}.weight_scale", weight.scale[:, None]
             if weight.bias is not None:
                 yield f"{name}.bias", weight.bias.bfloat16()
