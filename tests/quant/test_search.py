@@ -9,11 +9,23 @@ from test_smooth import make_config, make_tensors
 from quasar.models.tensors import GROUPS
 from quasar.quantization import search
 from quasar.quantization.calibrate import GroupSample, Inputs
-from quasar.quantization.search import Candidate, Noise, Surrogate, candidates, search_group
+from quasar.quantization.search import (
+    Candidate,
+    Noise,
+    Surrogate,
+    candidates,
+    search_scales,
+    shape_of,
+)
 from quasar.quantization.weights import WeightFormat
 
 FORMATS = [WeightFormat(), WeightFormat(4, 8)]
 CONFIG = make_config()
+
+
+def search_group(group, tensors, sample, config, format):
+    weights = [tensors[f"{name}.weight"] for name in GROUPS[group]]
+    return search_scales(weights, sample, format, shape_of(group, config))
 
 
 def sampled(group, outliers):
@@ -95,7 +107,7 @@ def test_noise_is_that_of_the_integer_product():
 def test_scales_of_the_values_are_powers_of_two_that_heads_share():
     tensors = plain_tensors()
     weights = [tensors["self_attn.o_proj.weight"]]
-    found = list(candidates("o", weights, sampled("o", 2), CONFIG))
+    found = list(candidates(weights, sampled("o", 2), shape_of("o", CONFIG)))
     assert len(found) > 50
     for candidate in found:
         assert (torch.frexp(candidate.scale)[0] == 0.5).all(), candidate.label
@@ -111,7 +123,7 @@ def test_dead_channels_are_no_obstacle(group):
     for name in GROUPS[group]:
         tensors[f"{name}.weight"][:, 11] = 0
     weights = [tensors[f"{name}.weight"] for name in GROUPS[group]]
-    for candidate in candidates(group, weights, sample, CONFIG):
+    for candidate in candidates(weights, sample, shape_of(group, CONFIG)):
         assert torch.isfinite(candidate.scale).all() and (candidate.scale > 0).all()
     assert search_group(group, tensors, sample, CONFIG, WeightFormat()) is not None
 

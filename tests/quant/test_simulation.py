@@ -56,6 +56,12 @@ def test_an_int8_head_is_an_arm(monkeypatch):
     rounded = torch.log_softmax(Int8Linear(round_to_nearest(head.float()))(hidden).double(), -1)
     kl = (exact.exp() * (exact - rounded)).sum(dim=-1).mean()
     assert found.kl == pytest.approx(float(kl), rel=1e-2) and found.kl > 0
+    scale = 2.0 ** torch.randint(-3, 4, (12,), generator=generator)
+    smoothed = Arm(hidden * scale, int8_head=True)
+    back = Arm(hidden * scale, int8_head=True, scale=scale)
+    rows = head.float()
+    assert torch.equal(back.logits(rows), Arm(hidden, int8_head=True).logits(rows * scale))
+    assert not torch.equal(back.logits(rows), smoothed.logits(rows))
 
 
 def measure(arms, head, targets):

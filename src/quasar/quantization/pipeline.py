@@ -15,12 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from quasar.checkpoints.base import Checkpoint
 from quasar.checkpoints.writer import CheckpointWriter
 from quasar.errors import CheckpointError, UsageError
 from quasar.memory import peak_memory, trim_heap
 from quasar.models.families import parse_config
-from quasar.models.layer import LayerTensors, read_layer
+from quasar.models.layer import LayerTensors, head_chunks, read_layer
 from quasar.models.tensors import EMBEDDING, FINAL_NORM, HEAD, check_model, head_rows, layer_prefix
 from quasar.quantization.calibrate import SEQUENCE_TOKENS, calibration_text
 from quasar.quantization.recipe import GROUP_SIZES, SMOOTHING, WEIGHTS, Recipe, default_recipe
@@ -125,7 +128,11 @@ class _Run:
             self._write(writer, "layers", trial.advance)
             norm = self.checkpoint.tensor(FINAL_NORM).float()
             head = head_rows(self.checkpoint, self.config)
-            result = trial.result(norm, head, partial(self.progress, "measuring"))
+            scale = None
+            if self.recipe.smooth == "search" and not self.config.tied_embeddings:
+                scale = trial.head_scale(norm, head)
+            self._write_ends(writer, scale)
+            result = trial.result(norm, head, scale, partial(self.progress, "measuring"))
         self._check_finite(result)
         return result
 
@@ -147,6 +154,7 @@ class _Run:
         """All tensors by round-to-nearest."""
         format = self.recipe.format
         self._write(writer, "round-to-nearest", lambda _, x: QuantizedLayer.round(x, format))
+        self._write_ends(writer, None)
 
     def _write(
         self,
@@ -164,9 +172,16 @@ class _Run:
             self.checkpoint.release()
             trim_heap()
         self.progress(stage, layers, layers)
+
+    def _write_ends(self, writer: CheckpointWriter, scale: Tensor | None) -> None:
+        """What is not a layer. `scale` [hidden], powers of two, moves from the norm to the head."""
+        norm = self.checkpoint.tensor(FINAL_NORM)
+        writer.add(EMBEDDING, self.checkpoint.tensor(EMBEDDING))
+        writer.add(FINAL_NORM, norm if scale is None else (norm.float() / scale).bfloat16())
         # A tied head is the embedding and is not written twice.
-        for name in [EMBEDDING, FINAL_NORM] + [HEAD] * (not self.config.tied_embeddings):
-            writer.add(name, self.checkpoint.tensor(name))
+        if not self.config.tied_embeddings:
+            head = self.checkpoint.tensor(HEAD)
+            writer.add(HEAD, head if scale is None else scaled_columns(head, scale))
         self.checkpoint.release()
 
     def finish(self, writer: CheckpointWriter, result: TrialResult, kept: bool) -> Report:
@@ -187,6 +202,14 @@ class _Run:
         writer.add_json(REPORT_FILE, report.to_json())
         writer.commit()
         return report
+
+
+def scaled_columns(rows: Tensor, scale: Tensor) -> Tensor:
+    """rows [vocab, hidden] bf16 times scale [hidden], a chunk in fp32 at a time."""
+    scaled = torch.empty_like(rows)
+    for start, chunk in head_chunks(rows):
+        scaled[start : start + len(chunk)] = chunk * scale
+    return scaled
 
 
 def folder_config(checkpoint: Checkpoint, ignored: Sequence[str] = ()) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from quasar.models.layer import LayerTensors
 from quasar.models.tensors import GROUPS
 from quasar.quantization.calibrate import GroupSample, LayerSample
 from quasar.quantization.gptq import InverseFactor, compensated_codes
-from quasar.quantization.search import CHECKING_TOKENS, search_group
+from quasar.quantization.search import CHECKING_TOKENS, Candidate, search_scales, shape_of
 from quasar.quantization.simulation import relative_errors
 from quasar.quantization.smooth import UNSMOOTHED, Smoothing, fold, smoothquant
 from quasar.quantization.weights import (
@@ -106,9 +106,12 @@ class Recipe:
             return UNSMOOTHED
         if self.smooth == "smoothquant":
             return smoothquant(tensors, {g: sample[g].absmax for g in GROUPS}, config)
-        found = workers.map(
-            lambda group: search_group(group, tensors, sample[group], config, self.format), GROUPS
-        )
+
+        def search(group: str) -> Candidate | None:
+            weights = [tensors[f"{name}.weight"] for name in GROUPS[group]]
+            return search_scales(weights, sample[group], self.format, shape_of(group, config))
+
+        found = workers.map(search, GROUPS)
         chosen = {g: c for g, c in zip(GROUPS, found, strict=True) if c is not None}
         return Smoothing(
             {group: choice.scale for group, choice in chosen.items()},

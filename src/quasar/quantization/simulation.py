@@ -135,10 +135,25 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A model at the end of a text: its final norm's outputs [positions, hidden] fp32."""
+    """A model at the end of a text: its final norm's outputs [positions, hidden] fp32.
+
+    With an INT8 head they are divided by `scale` [hidden], the head's columns multiplied by it.
+    """
 
     hidden: Tensor
     int8_head: bool = False
+    scale: Tensor | None = None
+
+    def split(self, size: int) -> list[Arm]:
+        return [replace(self, hidden=part) for part in torch.split(self.hidden, size)]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """rows [chunk, hidden] fp32 of the head -> [positions, chunk]."""
+        if not self.int8_head:
+            return self.hidden @ rows.t()
+        if self.scale is None:
+            return Int8Linear(round_to_nearest(rows))(self.hidden)
+        return Int8Linear(round_to_nearest(rows * self.scale))(self.hidden / self.scale)
 
 
 class _Positions:
@@ -148,15 +163,15 @@ class _Positions:
         self.arms, self.targets = arms, targets
         self.scores = [_Scores(len(targets)) for _ in arms]
 
-    def add(self, start: int, rows: Tensor, quantized: Int8Linear) -> None:
-        """rows [chunk, hidden] fp32: the head from token id `start` on, and its INT8 form."""
+    def add(self, start: int, rows: Tensor) -> None:
+        """rows [chunk, hidden] fp32: the head from token id `start` on."""
         reference, before = self.scores[0], self.scores[0].logsumexp
-        expected = self.arms[0].hidden @ rows.t()
+        expected = self.arms[0].logits(rows)
         reference.add(start, expected, self.targets)
         kept = (before - reference.logsumexp).exp()
         weights = (expected - reference.logsumexp[:, None]).exp_()
         for arm, score in zip(self.arms[1:], self.scores[1:], strict=True):
-            logits = quantized(arm.hidden) if arm.int8_head else arm.hidden @ rows.t()
+            logits = arm.logits(rows)
             score.add(start, logits, self.targets)
             score.excess = score.excess * kept + (weights * (expected - logits)).sum(dim=1)
 
@@ -176,18 +191,12 @@ def compare_positions(
     head [vocab, hidden] bf16; targets [positions], the text's next tokens. In one stream over the
     head; slices of positions are spread over `workers`. The result is [arms, 3, positions] fp64.
     """
-    cuts = [torch.split(arm.hidden, POSITIONS) for arm in arms]
+    cuts = zip(*(arm.split(POSITIONS) for arm in arms), strict=True)
     parts = [
-        _Positions([Arm(x, arm.int8_head) for x, arm in zip(states, arms, strict=True)], ids)
-        for *states, ids in zip(*cuts, torch.split(targets, POSITIONS), strict=True)
+        _Positions(x, ids) for x, ids in zip(cuts, torch.split(targets, POSITIONS), strict=True)
     ]
     for start, rows in head_chunks(head, HEAD_CHUNK):
-        quantized = Int8Linear(round_to_nearest(rows))
-
-        def add(part: _Positions, head: tuple[int, Tensor, Int8Linear]) -> None:
-            part.add(*head)
-
-        list(workers.map(add, parts, [(start, rows, quantized)] * len(parts)))
+        list(workers.map(lambda part, start=start, rows=rows: part.add(start, rows), parts))
         progress(start + len(rows), len(head))
     return torch.cat([part.figures() for part in parts], dim=2)
 
