@@ -23,7 +23,7 @@ def short_texts(monkeypatch):
 def test_a_quantised_folder_generates(quasar, model, tmp_path):
     result = quasar("quantize", model, tmp_path / "out", "--smooth", "none")
     assert result.code == 0
-    for word in ("round-to-nearest", "bf16", "perplexity", "peak memory", "w8a8"):
+    for word in ("round-to-nearest", "bf16", "perplexity", "peak memory", "w8a8", "mlp.down_proj"):
         assert word in result.out
     assert "layers" in result.err and "measuring" in result.err
     answer = quasar("generate", tmp_path / "out", "-p", "hello", "--max-tokens", 3)
