@@ -81,7 +81,7 @@ def test_transformers_runs_the_folder(folder):
     with torch.inference_mode():
         found = load(folder)(TOKENS[None]).logits[0]
     expected = folder_logits(folder, lambda weight: Int8Linear(weight))
-    assert (found - expected).std() < 0.08 * expected.std()
+    assert (found - expected).std() < 0.1 * expected.std()
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
 
 
@@ -140,7 +140,7 @@ def test_a_w4a8_folder_predicts_like_its_report(write_model, tmp_path, family):
     assert parse_config(checkpoint.config) == parse_config(source.config)
     found = folder_logits(tmp_path / "out", lambda w: FloatLinear(dequantize(w), w.bias))
     expected = folder_logits(source.path, lambda w: FloatLinear(w.weight.float(), w.bias))
-    assert (found - expected).std() < 0.6 * expected.std()
+    assert (found - expected).std() < 0.75 * expected.std()
 
 
 def library_folder(write_model, folder, preset, group_size=None, strategy=None):
