@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
 from formats import Format, make_formats
 
 from quasar.checkpoints import open_checkpoint
@@ -38,6 +39,7 @@ from quasar.text import encoder
 from quasar.text.tokenizer import load_tokenizer
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+torch.set_num_threads(1)  # a fork has no team of threads, yet would wait for it
 encoder._CPU_SECONDS = 1.0  # hostile tokenizers use all that they may
 SECONDS = 5.0
 ADDRESS_SPACE = 1 << 30
