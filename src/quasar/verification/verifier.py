@@ -74,14 +74,6 @@ HEADS: Mapping[str, Callable[[Tensor], LinearWeight]] = {
 """How the head of each precision is made of the BF16 rows."""
 
 
-def held_precision(checkpoint: Checkpoint) -> str:
-    """The one verifier that a checkpoint's linears are stored for."""
-    if checkpoint.quantization is None:
-        return "bf16"
-    (group,) = checkpoint.quantization["config_groups"].values()
-    return {8: "w8a8", 4: "w4a8"}[group["weights"]["num_bits"]]
-
-
 def load_verifier(
     checkpoint: Checkpoint, precision: str, head_precision: str, backend: Backend
 ) -> Verifier:
