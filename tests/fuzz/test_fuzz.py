@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,7 @@ from quasar.errors import CheckpointError
 from quasar.files import SPARE_BYTES, parse_object
 from quasar.models.families import parse_config
 
-CASES = 2000
+CASES = 1500
 
 
 def test_damaged_files_load_or_are_refused(tmp_path: Path) -> None:
@@ -80,6 +82,19 @@ def test_the_fuzzer_sees_faults(
     with run.limits():
         outcome, text = run.judge(form, 1000)
     assert outcome == "fault" and found in text, text
+
+
+def test_a_crash_is_a_fault_and_the_next_case_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = run.make_formats(tmp_path)["config"]
+    monkeypatch.setattr(run, "load", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    faults: list[run.Fault] = []
+    outcomes = run.run_format("config", form, range(5, 7), faults)
+    assert outcomes == {"fault": 2}
+    assert [(fault.case, fault.what) for fault in faults] == [
+        (case, "the process ended with -9") for case in (5, 6)
+    ]
 
 
 def test_a_case_can_be_repeated(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def quantized(model, tmp_path_factory):
     """A quantised copy of this test's own, so that no cached one can hide a change."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return loading.quantized_copy(model.checkpoint)
+        return loading.quantized_copy(model.checkpoint, "w8a8")
 
 
 def generate(verifier, tokenizer, prompt, drafter, **params):

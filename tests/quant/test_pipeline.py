@@ -16,7 +16,7 @@ import tiny
 from byte_tokenizer import VOCABULARY
 from quasar.checkpoints import open_checkpoint
 from quasar.errors import CheckpointError, QuasarError, UsageError
-from quasar.kernels.base import Int8Weight
+from quasar.kernels.base import DenseWeight, Int8Weight
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
 from quasar.models.tensors import LINEARS
@@ -66,13 +66,32 @@ def test_the_folder_is_a_compressed_tensors_checkpoint(write_model, tmp_path, fa
             assert (scale > 0).all()
         elif not name.endswith("_scale"):
             assert tensor.dtype == torch.bfloat16
-    for name in ("model.embed_tokens.weight", "model.norm.weight"):
-        assert torch.equal(after[name], before[name])
+    names = ("model.embed_tokens.weight",) + ("model.norm.weight",) * tied
+    assert all(torch.equal(after[name], before[name]) for name in names)
     opened = open_checkpoint(tmp_path / "out")
     assert opened.format == "compressed-tensors"
     assert parse_config(opened.config) == parse_config(open_checkpoint(source).config)
     weight = opened.linear("model.layers.1.mlp.down_proj")
     assert isinstance(weight, Int8Weight)
+
+
+def test_the_scale_of_an_untied_head_is_bit_neutral(write_model, tmp_path):
+    """Powers of two move from the final norm to the head; with an outlier there they must."""
+    source = write_model("llama", tie_word_embeddings=False)
+    tensors = stored(source)
+    tensors["model.norm.weight"][:2] *= 64
+    tensors["lm_head.weight"][:, :2] /= 64
+    save_file(tensors, source / "model.safetensors")
+    run(source, tmp_path / "out")
+    before, after = tensors, stored(tmp_path / "out")
+    ratio = before["model.norm.weight"].double() / after["model.norm.weight"].double()
+    assert (torch.frexp(ratio)[0] == 0.5).all()
+    assert ratio[:2].min() > 2 * ratio[2:].median()
+    assert torch.equal(after["lm_head.weight"].double(), before["lm_head.weight"].double() * ratio)
+    # Without a search nothing moves.
+    run(source, tmp_path / "plain", smooth="smoothquant")
+    for name in ("model.norm.weight", "lm_head.weight"):
+        assert torch.equal(stored(tmp_path / "plain")[name], before[name])
 
 
 def test_files_beside_the_tensors(write_model, tmp_path):
@@ -96,6 +115,19 @@ def test_files_beside_the_tensors(write_model, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "auto_map" not in config
     assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("weights", ["clip", "gptq"])
+def test_other_roundings_of_weights(write_model, tmp_path, weights):
+    source = write_model()
+    report = quantize(
+        open_checkpoint(source), tmp_path / "out", QuantizeOptions(weights=weights, smooth="none")
+    )
+    content = report_of(tmp_path / "out")
+    assert report.kept == (content["requested"]["kl"] <= content["summary"]["kl_rtn"])
+    assert content["requested"]["weights"] == weights
+    assert content["weights"] == (weights if report.kept else "rtn")
+    assert content["requested"]["kl"] != content["summary"]["kl_rtn"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,6 +165,7 @@ def test_report(write_model, tmp_path):
     assert summary["perplexity_bf16"] > 1
     assert summary["seconds"] > 0 and summary["peak_rss_bytes"] > 10_000_000
     checkpoint = open_checkpoint(source)
+    assert content["int8_head"]["kl"] > 0
     assert content["source"] == {"name": "llama-model", "sha256": checkpoint.fingerprint()}
     assert content["text"] == {
         "name": "builtin",
@@ -177,6 +210,7 @@ def harmful(tensors, absmax, config):
 def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypatch, caplog):
     source = write_model()
     monkeypatch.setattr(recipe, "smoothquant", harmful)
+    monkeypatch.setattr(recipe, "LARGEST_ERROR", {8: 1e9})
     with caplog.at_level(logging.WARNING, logger="quasar"):
         report = run(source, tmp_path / "out", smooth="smoothquant")
     assert "worse than round-to-nearest" in caplog.text
@@ -195,6 +229,31 @@ def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypa
         assert entry["smoothing"] == "none"
         assert entry["relative_error"] == entry["relative_error_rtn"]
     assert not report.kept
+
+
+def test_groups_that_stay_bad_are_left_alone(write_model, tmp_path, monkeypatch):
+    left = ("self_attn.o_proj", "mlp.down_proj")
+
+    def errors(tensors, layer, scales, inputs, config):
+        return {name: float(name in left) for name in layer.linears}
+
+    monkeypatch.setattr(recipe, "relative_errors", errors)
+    source = write_model()
+    report = run(source, tmp_path / "out")
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    names = [f"model.layers.{i}.{name}" for i in range(2) for name in LINEARS]
+    ignored = [name for name in names if name.endswith(left)]
+    assert after.quantization["ignore"] == ["lm_head", *ignored]
+    for name in names:
+        weight = after.linear(name)
+        assert isinstance(weight, DenseWeight if name in ignored else Int8Weight)
+        if name in ignored:
+            assert torch.equal(weight.weight, before.tensor(f"{name}.weight"))
+    entries = {entry["name"]: entry for entry in report.linears()}
+    for name in ignored:
+        assert (entries[name]["scheme"], entries[name]["smoothing"]) == ("bf16", "none")
+        assert entries[name]["relative_error"] < 1e-6 < entries[name]["relative_error_rtn"]
+    assert parse_config(after.config) == parse_config(before.config)
 
 
 class Interrupt(BaseException):

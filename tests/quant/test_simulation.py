@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quasar.kernels.base import Int8Weight
-from quasar.kernels.reference import ReferenceBackend
+from quasar.kernels.reference import ReferenceBackend, quantize_rows
 from quasar.quantization import simulation
-from quasar.quantization.simulation import Arm, Int8Linear, compare
-from quasar.quantization.weights import round_to_nearest
+from quasar.quantization.simulation import Arm, Int4Linear, Int8Linear, compare
+from quasar.quantization.weights import WeightFormat, covering_grid, round_to_nearest
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 5), (7, 30, 17), (33, 64, 96)])
@@ -25,6 +25,43 @@ def test_products_equal_the_reference_kernel_bit_for_bit(shape):
     linear = ReferenceBackend().pack(weight)
     expected = torch.stack([linear(row) for row in x])
     assert torch.equal(Int8Linear(weight)(x), expected)
+
+
+def test_four_bit_products():
+    """Codes times codes, corrected by the zero points, group by group."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(6, 64, generator=generator)
+    weight = torch.randn(5, 64, generator=generator) + 0.3
+    grid = covering_grid(weight, WeightFormat(4, 32))
+    made = grid.pack(grid.codes(weight), torch.randn(5, generator=generator))
+    codes, scale = quantize_rows(x)
+    sums = torch.zeros(6, 5, dtype=torch.float64)
+    for group in range(2):
+        a = codes[:, group * 32 :][:, :32].long()
+        w = made.codes[:, group * 32 :][:, :32].long()
+        integers = a @ w.t() - a.sum(dim=1, keepdim=True) * made.zero[:, group].long()
+        sums += integers * made.scale[:, group].double()
+    expected = sums * scale.double() + made.bias.double()
+    assert torch.allclose(Int4Linear(made)(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_int8_head_is_an_arm(monkeypatch):
+    monkeypatch.setattr(simulation, "HEAD_CHUNK", 16)
+    generator = torch.Generator().manual_seed(5)
+    head = torch.randn(50, 12, generator=generator).bfloat16()
+    hidden = torch.randn(9, 12, generator=generator)
+    targets = torch.randint(0, 50, (9,), generator=generator)
+    _, found = measure([Arm(hidden), Arm(hidden, int8_head=True)], head, targets)
+    exact = torch.log_softmax(hidden.double() @ head.double().t(), dim=-1)
+    rounded = torch.log_softmax(Int8Linear(round_to_nearest(head.float()))(hidden).double(), -1)
+    kl = (exact.exp() * (exact - rounded)).sum(dim=-1).mean()
+    assert found.kl == pytest.approx(float(kl), rel=1e-2) and found.kl > 0
+    scale = 2.0 ** torch.randint(-3, 4, (12,), generator=generator)
+    smoothed = Arm(hidden * scale, int8_head=True)
+    back = Arm(hidden * scale, int8_head=True, scale=scale)
+    rows = head.float()
+    assert torch.equal(back.logits(rows), Arm(hidden, int8_head=True).logits(rows * scale))
+    assert not torch.equal(back.logits(rows), smoothed.logits(rows))
 
 
 def measure(arms, head, targets):

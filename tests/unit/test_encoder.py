@@ -48,8 +48,8 @@ def test_known_expressions_take_linear_time(pattern: str) -> None:
     for run in ("a", "A", " ", "\n", "1", "!", "\u4e00", " \n", "'s", "aA", "\u02b0", "\u0301"):
         for end in ("", "!", "a", "\n", "\u4e00"):
             started = time.process_time()
-            known.encode(run * 10_000 + end, False)
-            assert time.process_time() - started < 1.0, (run, end)
+            known.encode(run * 5000 + end, False)
+            assert time.process_time() - started < 0.5, (run, end)
 
 
 def test_every_expression_of_gguf_files_is_known() -> None:

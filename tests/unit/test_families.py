@@ -57,6 +57,7 @@ def test_what_transformers_writes_is_understood(make: Callable[[], Any]) -> None
     assert parsed.head_dim == (getattr(config, "head_dim", None) or heads)
     rope = config.rope_parameters
     assert parsed.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert parse_config(config.to_dict()) == parsed
     least = {"model_type": config.model_type}
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         least[key] = getattr(config, key)
@@ -365,3 +366,61 @@ def test_qwen2_window_from_a_layer_on() -> None:
     assert parse_config(QWEN2 | used).windows == (0, 64)
     kinds = ["sliding_attention", "full_attention"]
     assert parse_config(QWEN2 | used | {"layer_types": kinds}).windows == (64, 0)
+
+
+def test_qwen2_window_null_is_none_but_absent_is_4096() -> None:
+    used = {"use_sliding_window": True, "max_window_layers": 1}
+    absent = {key: value for key, value in QWEN2.items() if key != "sliding_window"}
+    assert parse_config(absent | used).windows == (0, 4096)
+    assert parse_config(absent | used | {"sliding_window": None}).windows == ()
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
+    with pytest.raises(CheckpointError, match="layer_types"):
+        parse_config(absent | used | {"sliding_window": None} | kinds)
+
+
+# Keys of configs that older versions of transformers, trainers and other families leave behind.
+LEFT_BEHIND: dict[str, Any] = {
+    "add_cross_attention": False,
+    "do_sample": True,
+    "embd_pdrop": 0.0,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "layer_types": None,
+    "max_sequence_length": 2048,
+    "mlp_bias": False,
+    "num_experts": None,
+    "problem_type": None,
+    "pruned_heads": {},
+    "resid_pdrop": 0.0,
+    "return_dict": True,
+    "rope_interleaved": False,
+    "temperature": 0.6,
+    "use_bidirectional_attention": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+
+
+@pytest.mark.parametrize("config", [LLAMA32, QWEN2, QWEN3, MISTRAL, PHI4_MINI, GEMMA3, PANGU])
+def test_keys_left_behind_change_nothing(config: dict[str, Any]) -> None:
+    assert parse_config(LEFT_BEHIND | config) == parse_config(config)
+
+
+@pytest.mark.parametrize("config", [LLAMA32, QWEN2, QWEN3, MISTRAL, PHI4_MINI, GEMMA3, PANGU])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"is_encoder_decoder": True},
+        {"is_causal": False},
+        {"mlp_bias": True},
+        {"pruned_heads": {"0": [1]}},
+        {"rope_interleaved": True},
+        {"use_bidirectional_attention": True},
+        {"use_mrope": True},
+    ],
+)
+def test_the_same_keys_are_refused_where_they_would(
+    config: dict[str, Any], change: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        parse_config(config | change)

@@ -469,10 +469,13 @@ def test_python_code_in_a_folder_never_runs(
     assert not marker.exists()
 
 
-def test_huge_token_ids_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pre_tokenizer", ["ByteLevel", "BertPreTokenizer"])
+def test_huge_token_ids_are_refused(tmp_path: Path, pre_tokenizer: str) -> None:
+    """Before the library writes such a vocabulary for another process: it would list every id."""
     folder = tiny_files.write_folder(tmp_path)
     layout = json.loads((folder / "tokenizer.json").read_text())
     layout["model"]["vocab"]["zz"] = 2**32 - 2
+    layout["pre_tokenizer"] = {**layout["pre_tokenizer"], "type": pre_tokenizer}
     tiny_files.write_json(folder / "tokenizer.json", layout)
     refused(folder, "token id 4294967294 is too large")
 

@@ -1,7 +1,8 @@
 """Models of the Hugging Face hub: what of a repository is needed, fetched into the hub's own cache.
 
-The texts (config, tokenizer) come before the weights, so weights in the cache mean that all of the
-model is there. Files that could hold code (`*.bin`, `*.pt`, `*.py`) are never downloaded.
+The texts (config, tokenizer) come before the weights: a model that cannot be used is refused before
+gigabytes are fetched, and weights in the cache mean that all of the model is there. Files that
+could hold code (`*.bin`, `*.pt`, `*.py`) are never downloaded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import glob
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +55,10 @@ def title(path: Path) -> str:
     return path.stem
 
 
-def download(model: HubModel, offline: bool = False) -> Path:
+def download(model: HubModel, offline: bool, check: Callable[[Path], None]) -> Path:
     """The local folder or GGUF file of a model, downloaded unless the cache has it.
 
+    `check` is given the folder of the texts before weights are fetched, and may refuse the model.
     `offline`, or HF_HUB_OFFLINE=1, asks the cache alone; so does a hub that cannot be reached, with
     a warning. CheckpointError, saying what to do, if there is no model that can be read.
     """
@@ -67,7 +69,7 @@ def download(model: HubModel, offline: bool = False) -> Path:
         return _cached(model, "offline nothing is downloaded: run it once online")
     try:
         with _explained(model):
-            return _fetched(model)
+            return _fetched(model, check)
     except _UnreachableError as error:
         why = f"{_host()} cannot be reached ({error})"
     found = _cached(model, f"{why}: check the connection and HF_ENDPOINT")
@@ -111,7 +113,7 @@ def _named(ggufs: Sequence[str], model: HubModel) -> str:
     raise CheckpointError(f"{model} has no GGUF file {model.file!r}; it holds {listed}")
 
 
-def _fetched(model: HubModel) -> Path:
+def _fetched(model: HubModel, check: Callable[[Path], None]) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
     info = HfApi().model_info(model.repository, revision=model.revision)
@@ -120,6 +122,7 @@ def _fetched(model: HubModel) -> Path:
     if file is not None:
         return Path(hf_hub_download(model.repository, file, revision=model.revision))
     folder = _snapshot(model, model.revision, [*TEXTS, INDEX])
+    check(folder)
     weights = [WEIGHTS] if WEIGHTS in names else read_shards(folder / INDEX)
     for name in weights:
         if name not in names:

@@ -27,13 +27,15 @@ def words(count: int) -> int:
 def pack(codes: Tensor) -> Tensor:
     """[rows, n] uint8 in 0..15 -> [rows, words(n)] int32, zeros behind."""
     padded = F.pad(codes, (0, -codes.shape[1] % PER_WORD))
-    return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
+    pairs = padded[:, ::2] | padded[:, 1::2] << 4
+    # Flat, because the strides of a row or column alone may be anything.
+    return pairs.flatten().view(torch.int32).view(codes.shape[0], -1)
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
     """[rows, words(count)] int32 -> [rows, count] uint8 in 0..15."""
-    pairs = packed.contiguous().view(torch.uint8)
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
+    pairs = packed.flatten().view(torch.uint8)
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=1).view(packed.shape[0], -1)
     return codes if codes.shape[1] == count else codes[:, :count].contiguous()
 
 

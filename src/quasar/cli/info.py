@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from quasar.figures import json_text
 
 if TYPE_CHECKING:
     from quasar.checkpoints.base import Checkpoint
+    from quasar.checkpoints.compressed import CompressedCheckpoint
     from quasar.loading import Model
+    from quasar.models.config import ModelConfig
 
 SUMMARY = "show what a model holds and the memory it needs"
 PARTS = ("program", "layers", "head", "embedding", "cache", "working", "loading", "peak")
@@ -63,7 +66,7 @@ def describe(model: Model, context: int, threads: int) -> dict[str, Any]:
             "end_ids": sorted(tokenizer.eos_ids),
             "chat_template": tokenizer.has_chat_template,
         },
-        "quantization": quantization(checkpoint),
+        "quantization": quantization(checkpoint, config),
         "files": files(checkpoint),
         "kv_bytes_per_1000_tokens": 1000 * config.layers * slot_bytes(config),
         "memory_context": context,
@@ -99,20 +102,44 @@ def memory(model: Model, context: int, threads: int) -> dict[str, dict[str, int]
 def used_in_place(checkpoint: Checkpoint) -> bool:
     """Whether the file holds BF16 that is mapped; anything else is converted to a copy."""
     stored = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
-    return checkpoint.format != "gguf" and stored in (None, "bfloat16")
+    return checkpoint.format == "safetensors" and stored in (None, "bfloat16")
 
 
-def quantization(checkpoint: Checkpoint) -> dict[str, Any]:
+def quantization(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     """What is quantised how, and what a quantised folder says it was made from."""
-    if checkpoint.quantization is None:
+    from quasar.checkpoints.compressed import CompressedCheckpoint
+
+    if not isinstance(checkpoint, CompressedCheckpoint):
         return {"scheme": None}
+    scheme = checkpoint.scheme
+    size = scheme.group_size
+    scale = "a scale" if scheme.symmetric else "a scale and a zero point"
     return {
-        "scheme": checkpoint.precision,
-        "weights": "int8, a scale a row",
-        "activations": "int8, a scale a token",
-        "kept_in_bf16": ["embedding", "norms", *checkpoint.quantization.get("ignore", [])],
+        "scheme": scheme.name,
+        "weights": f"{'int4' if scheme.packed else 'int8'}, {scale} "
+        + (f"for {size} inputs" if size else "a row"),
+        "group_size": size,
+        "activations": "16 bits" if scheme.name == "w4a16" else "int8, a scale a token",
+        "used_as": f"{checkpoint.precision} weights"
+        + (", dequantised when read" if scheme.name == "w4a16" else ""),
+        "linears": linears(checkpoint, config),
+        "kept_in_bf16": ["embedding", "norms", *scheme.ignore],
         "source": source(checkpoint.path / "quantization_report.json"),
     }
+
+
+def linears(checkpoint: CompressedCheckpoint, config: ModelConfig) -> dict[str, dict[str, int]]:
+    """By group of linears that share their input: how many are stored in which form."""
+    from quasar.models.tensors import GROUPS, layer_prefix
+
+    modules = {part: whole for whole, parts in config.layout.fused.items() for part in parts}
+    found: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}
+    for group, names in GROUPS.items():
+        for index in range(config.layers):
+            for name in names:
+                module = layer_prefix(index) + modules.get(name, name)
+                found[group][checkpoint.precision_of(module)] += 1
+    return {group: dict(count) for group, count in found.items()}
 
 
 def source(report: Path) -> dict[str, str] | None:
@@ -141,11 +168,10 @@ def page(content: dict[str, Any]) -> str:
     """The same for people."""
     kv_bytes = content["kv_bytes_per_1000_tokens"]
     files = [(f"file {name}", megabytes(size)) for name, size in content["files"].items()]
-    plain = [
-        (name.replace("_", " "), _shown(value))
-        for name, value in content.items()
-        if name not in ("files", "verifiers", "kv_bytes_per_1000_tokens", "memory_context")
-    ]
+    apart = ("files", "verifiers", "kv_bytes_per_1000_tokens", "memory_context", "quantization")
+    facts = {name: value for name, value in content.items() if name not in apart}
+    facts |= content["quantization"]
+    plain = [(name.replace("_", " "), _shown(value)) for name, value in facts.items()]
     cache = ("cache", f"{megabytes(kv_bytes)} for 1,000 tokens")
     listing = terminal.listing([*plain, *files, cache])
     return f"{listing}\n\n{memory_table(content)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quasar.cli.parts import options, terminal
 from quasar.errors import UsageError
@@ -121,8 +121,26 @@ def page(report: Report) -> str:
     facts = terminal.listing(
         [
             ("kept", f"{report.recipe.scheme}, smoothing: {report.recipe.smooth}"),
+            ("left in BF16", ", ".join(report.ignored()) or "nothing"),
             ("time", f"{summary['seconds']:.1f} s"),
             ("peak memory", terminal.megabytes(report.peak_rss_bytes)),
         ]
     )
-    return terminal.table(("held-out text", "KL", "top-1", "perplexity"), rows) + "\n" + facts
+    models = terminal.table(("held-out text", "KL", "top-1", "perplexity"), rows)
+    return f"{models}\n{linears(report)}\n{facts}"
+
+
+def linears(report: Report) -> str:
+    """Errors of the linears, the mean and the worst over layers; the report has every one."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for entry in report.linears():
+        kinds.setdefault(entry["name"].split(".", 3)[3], []).append(entry)
+    rows = []
+    for kind, entries in kinds.items():
+        smoothed = sum(entry["smoothing"] != "none" for entry in entries)
+        row = [kind, f"{smoothed} of {len(entries)}"]
+        for key in ("relative_error", "relative_error_rtn"):
+            errors = [entry[key] for entry in entries]
+            row.append(f"{sum(errors) / len(errors):.2%} (at most {max(errors):.2%})")
+        rows.append(tuple(row))
+    return terminal.table(("linear", "smoothed", "relative error", "round-to-nearest"), rows)

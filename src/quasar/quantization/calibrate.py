@@ -29,6 +29,7 @@ LEAST_HELD_OUT_TOKENS = 128
 LARGEST_FILE = 32 * 2**20
 SAMPLED_TOKENS = 1024
 """Inputs kept of the calibration text for the search of scales, about, half of them to check."""
+SMALLEST_ENERGY = torch.finfo(torch.float32).tiny
 SAMPLED_ROWS = 32
 """Inputs kept a held-out sequence, to measure the errors of linears on."""
 PASSAGE_CHARACTERS = 1500
@@ -251,26 +252,38 @@ class SampledRows(dict[str, Tensor]):
 
 
 def sample_groups(seen: Sequence[LayerInputs], residuals: Sequence[Tensor]) -> LayerSample:
-    """What the observers of all sequences saw. A single sequence is halved.
+    """What the observers of all sequences saw.
 
     residuals: the layer's outputs. The norms that read them divide by their size, so noise in the
     outputs of `o` and `down` matters in relation to it; all inputs of the other groups are normed.
     """
     found = {}
     for group in GROUPS:
-        parts = [inputs[group] for inputs in seen]
-        weights = [torch.ones(len(part)) for part in parts]
+        weights = None
         if group in ("o", "down"):
-            strides = [inputs.stride for inputs in seen]
             weights = [
-                1 / x[::step].square().mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-                for x, step in zip(residuals, strides, strict=True)
+                1 / x[:: inputs.stride].square().mean(dim=1).clamp_min(SMALLEST_ENERGY)
+                for inputs, x in zip(seen, residuals, strict=True)
             ]
-        if len(parts) == 1:
-            parts, weights = list(parts[0].chunk(2)), list(weights[0].chunk(2))
-        found[group] = GroupSample(
-            absmax=torch.stack([inputs.absmax[group] for inputs in seen]).amax(dim=0),
-            fitting=Inputs.of(parts[::2], weights[::2]),
-            checking=Inputs.of(parts[1::2], weights[1::2]),
-        )
+        absmax = torch.stack([inputs.absmax[group] for inputs in seen]).amax(dim=0)
+        found[group] = sample_of([inputs[group] for inputs in seen], weights, absmax)
     return found
+
+
+def sample_of(
+    parts: Sequence[Tensor],
+    weights: Sequence[Tensor] | None = None,
+    absmax: Tensor | None = None,
+) -> GroupSample:
+    """parts [rows, in], weights [rows] of each sequence, by default equal; one part is halved.
+
+    absmax [in] is that of `parts` by default.
+    """
+    if weights is None:
+        weights = [torch.ones(len(part)) for part in parts]
+    if absmax is None:
+        absmax = torch.stack([part.abs().amax(dim=0) for part in parts]).amax(dim=0)
+    if len(parts) == 1:
+        parts, weights = parts[0].chunk(2), weights[0].chunk(2)
+    fitting = Inputs.of(parts[::2], weights[::2])
+    return GroupSample(absmax, fitting, Inputs.of(parts[1::2], weights[1::2]))

@@ -29,7 +29,7 @@ from quasar.errors import CheckpointError, UsageError
 from quasar.memory import peak_memory, trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.families import parse_config
-from quasar.models.layer import LayerTensors, read_layer
+from quasar.models.layer import LayerTensors, head_chunks, read_layer
 from quasar.models.tensors import (
     EMBEDDING,
     FINAL_NORM,
@@ -180,7 +180,8 @@ def check_groups(config: ModelConfig, format: WeightFormat) -> None:
     for name, (_, columns) in linear_shapes(config).items():
         if format.group_size and columns % format.group_size:
             raise UsageError(
-                f"--group-size {format.group_size} does not divide the {columns} inputs of {name}"
+                f"--scheme w4a8: groups of {format.group_size} (--group-size) do not divide the "
+                f"{columns} inputs of {name}"
             )
 
 
@@ -247,7 +248,11 @@ class _Run:
                 done = self.point.state["layers"]
                 log.warning("going on at layer %d of %d", done + 1, self.config.layers)
             self._write("layers", trial.advance, done, lambda n: save(self._state(layers=n)))
-            result = self._measured(trial)
+            norm = final_norm(self.checkpoint, self.config)
+            head = head_rows(self.checkpoint, self.config)
+            scale = self._head_scale(trial, norm, head)
+            self._write_tables(scale)
+            result = self._measured(trial, norm, head, scale)
         self.writer.save(self._state(result=asdict(result)), {})
         return result
 
@@ -258,15 +263,20 @@ class _Run:
         self.checkpoint.release()
         return trial
 
-    def _measured(self, trial: Trial) -> TrialResult:
-        norm = final_norm(self.checkpoint, self.config)
-        head = head_rows(self.checkpoint, self.config)
+    def _head_scale(self, trial: Trial, norm: Tensor, head: Tensor) -> Tensor | None:
+        """A tied head is the embedding, which no scale may change."""
+        if self.recipe.smooth != "search" or self.config.tied_embeddings:
+            return None
+        return trial.head_scale(norm, head)
 
+    def _measured(
+        self, trial: Trial, norm: Tensor, head: Tensor, scale: Tensor | None
+    ) -> TrialResult:
         def progress(done: int, total: int) -> None:
             self.checkpoint.release()
             self.progress("measuring", done, total)
 
-        result = trial.result(norm, head, progress)
+        result = trial.result(norm, head, scale, progress)
         self._check_finite(result)
         return result
 
@@ -305,6 +315,7 @@ class _Run:
         """All tensors by round-to-nearest."""
         format = self.recipe.format
         self._write("round-to-nearest", lambda _, x: QuantizedLayer.round(x, format))
+        self._write_tables(None)
 
     def _write(
         self,
@@ -313,7 +324,7 @@ class _Run:
         done: int = 0,
         save: Callable[[int], None] = lambda layers: None,
     ) -> None:
-        """The layers from `done` on, then everything around them."""
+        """The layers from `done` on."""
         layers = self.config.layers
         for index in range(done, layers):
             self.progress(stage, index, layers)
@@ -326,8 +337,16 @@ class _Run:
             trim_heap()
             save(index + 1)
         self.progress(stage, layers, layers)
+
+    def _write_tables(self, scale: Tensor | None) -> None:
+        """What is copied. `scale` [hidden], powers of two, moves from the norm to the head."""
         for name in self.source.tables:
-            self.writer.add(name, self.checkpoint.tensor(name))
+            table = self.checkpoint.tensor(name)
+            if scale is not None and name == FINAL_NORM:
+                table = (table.float() / scale).bfloat16()
+            if scale is not None and name == HEAD:
+                table = scaled_columns(table, scale)
+            self.writer.add(name, table)
             self.checkpoint.release()
 
     def _finish(self, result: TrialResult, kept: bool) -> Report:
@@ -356,6 +375,14 @@ def blank_layer(config: ModelConfig, format: WeightFormat) -> QuantizedLayer:
     with torch.device("meta"):
         tensors = {name: torch.empty(shape) for name, shape in layer_shapes(config).items()}
         return QuantizedLayer.round(tensors, format)
+
+
+def scaled_columns(rows: Tensor, scale: Tensor) -> Tensor:
+    """rows [vocab, hidden] bf16 times scale [hidden], a chunk in fp32 at a time."""
+    scaled = torch.empty_like(rows)
+    for start, chunk in head_chunks(rows):
+        scaled[start : start + len(chunk)] = chunk * scale
+    return scaled
 
 
 def folder_config(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quasar.kernels.base import DenseWeight
+from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
 from quasar.models.tensors import GROUPS
 from quasar.quantization.calibrate import GroupSample, LayerSample
 from quasar.quantization.gptq import InverseFactor, compensated_codes
-from quasar.quantization.search import search_group
+from quasar.quantization.search import CHECKING_TOKENS, Candidate, search_scales, shape_of
+from quasar.quantization.simulation import relative_errors
 from quasar.quantization.smooth import UNSMOOTHED, Smoothing, fold, smoothquant
 from quasar.quantization.weights import (
     QuantizedLayer,
@@ -27,6 +31,8 @@ SMOOTHING = ("search", "smoothquant", "none")
 WEIGHTS = ("rtn", "clip", "gptq")
 SCHEMES = ("w8a8", "w4a8")
 GROUP_SIZES = (32, 64, 128)
+LARGEST_ERROR = {8: 0.1, 4: 0.35}
+"""Relative error of a linear, by bits, above which its group is not worth quantising."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +64,42 @@ class Recipe:
     def apply(
         self, tensors: LayerTensors, sample: LayerSample, config: ModelConfig, workers: Executor
     ) -> LayerResult:
-        """tensors: one layer, fp32. Groups of linears are spread over `workers`."""
-        chosen = self._smoothing(tensors, sample, config, workers)
-        folded, scales = fold(tensors, chosen.scales, config)
+        """tensors: one layer, fp32. Groups of linears are spread over `workers`.
 
-        def quantize(group: str) -> dict[str, QuantizedWeight]:
+        A group with an error above LARGEST_ERROR stays in BF16, unsmoothed.
+        """
+        smoothing = self._smoothing(tensors, sample, config, workers)
+        trim_heap()
+        result = self._quantize(tensors, smoothing, sample, config, workers)
+        rows = {group: sample[group].checking.thinned(CHECKING_TOKENS).rows for group in GROUPS}
+        errors = relative_errors(tensors, result.layer, result.smoothing.scales, rows, config)
+        limit = LARGEST_ERROR[self.format.bits]
+        bad = {group for group, names in GROUPS.items() if max(errors[n] for n in names) > limit}
+        if not bad:
+            return result
+        return self._quantize(tensors, smoothing.without(bad), sample, config, workers, bad)
+
+    def _quantize(
+        self,
+        tensors: LayerTensors,
+        smoothing: Smoothing,
+        sample: LayerSample,
+        config: ModelConfig,
+        workers: Executor,
+        dense: Collection[str] = (),
+    ) -> LayerResult:
+        """The smoothed layer, its groups quantised but for those in `dense`."""
+        folded, scales = fold(tensors, smoothing.scales, config)
+
+        def quantize(group: str) -> Mapping[str, QuantizedWeight | DenseWeight]:
+            if group in dense:
+                return {n: dense_weight(folded, n) for n in GROUPS[group]}
             return self._quantize_group(group, folded, sample[group], scales.get(group))
 
-        linears: dict[str, QuantizedWeight] = {}
+        linears: dict[str, QuantizedWeight | DenseWeight] = {}
         for part in workers.map(quantize, GROUPS):
             linears |= part
-        return LayerResult(QuantizedLayer.of(folded, linears), Smoothing(scales, chosen.labels))
+        return LayerResult(QuantizedLayer.of(folded, linears), Smoothing(scales, smoothing.labels))
 
     def _smoothing(
         self, tensors: LayerTensors, sample: LayerSample, config: ModelConfig, workers: Executor
@@ -77,9 +108,12 @@ class Recipe:
             return UNSMOOTHED
         if self.smooth == "smoothquant":
             return smoothquant(tensors, {g: sample[g].absmax for g in GROUPS}, config)
-        found = workers.map(
-            lambda group: search_group(group, tensors, sample[group], config, self.format), GROUPS
-        )
+
+        def search(group: str) -> Candidate | None:
+            weights = [tensors[f"{name}.weight"] for name in GROUPS[group]]
+            return search_scales(weights, sample[group], self.format, shape_of(group, config))
+
+        found = workers.map(search, GROUPS)
         chosen = {g: c for g, c in zip(GROUPS, found, strict=True) if c is not None}
         return Smoothing(
             {group: choice.scale for group, choice in chosen.items()},
@@ -119,3 +153,7 @@ def default_recipe(
     if scheme == "w8a8":
         return Recipe(WeightFormat(), smooth, weights or "rtn")
     return Recipe(WeightFormat(4, group_size or GROUP_SIZES[0]), smooth, weights or "gptq")
+
+
+def dense_weight(tensors: LayerTensors, name: str) -> DenseWeight:
+    return DenseWeight(tensors[f"{name}.weight"].bfloat16(), tensors.get(f"{name}.bias"))

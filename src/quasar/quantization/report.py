@@ -56,13 +56,17 @@ class Report:
         return [
             {
                 "name": error.name,
-                "scheme": self.recipe.scheme,
+                "scheme": error.scheme if self.kept else self.recipe.scheme,
                 "smoothing": error.smoothing if self.kept else "none",
                 "relative_error": error.recipe if self.kept else error.rtn,
                 "relative_error_rtn": error.rtn,
             }
             for error in self.result.errors
         ]
+
+    def ignored(self) -> list[str]:
+        """Linears that were left in BF16."""
+        return [entry["name"] for entry in self.linears() if entry["scheme"] == "bf16"]
 
     def to_json(self) -> dict[str, Any]:
         return {

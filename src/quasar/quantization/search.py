@@ -22,7 +22,7 @@ added to the residual stream, and the norms that read it divide by its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -32,8 +32,6 @@ from torch import Tensor
 
 from quasar.kernels.reference import quantize_rows
 from quasar.models.config import ModelConfig
-from quasar.models.layer import LayerTensors
-from quasar.models.tensors import GROUPS
 from quasar.quantization.calibrate import GroupSample, Inputs
 from quasar.quantization.smooth import (
     balance,
@@ -105,6 +103,10 @@ class Surrogate:
         return float(activations + weights)
 
 
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Scales [in] of one group and how they were found."""
@@ -113,21 +115,34 @@ class Candidate:
     scale: Tensor
 
 
-def search_group(
-    group: str,
-    tensors: LayerTensors,
-    sample: GroupSample,
-    config: ModelConfig,
-    format: WeightFormat,
-) -> Candidate | None:
-    """The best scales for one group of a layer; None where the identity is as good.
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What scales may be: `pool` makes one size of those channels that must share a scale, and
+    `spread` turns the scales found for these into scales [in]."""
 
-    Scales of `o` are powers
-    of two, equal for the query heads that share a kv head.
-    """
-    weights = [tensors[f"{linear}.weight"] for linear in GROUPS[group]]
+    pool: Callable[[Tensor], Tensor] = unchanged
+    spread: Callable[[Tensor], Tensor] = unchanged
+
+
+def shape_of(group: str, config: ModelConfig) -> Shape:
+    """`o`: powers of two, equal for the query heads that share a kv head. Others are free."""
+    if group != "o":
+        return Shape()
+    return Shape(
+        lambda x: over_query_heads(x, config),
+        lambda scale: to_query_heads(nearest_power_of_two(scale), config),
+    )
+
+
+POWERS_OF_TWO = Shape(spread=nearest_power_of_two)
+
+
+def search_scales(
+    weights: Sequence[Tensor], sample: GroupSample, format: WeightFormat, shape: Shape
+) -> Candidate | None:
+    """The best scales for linears [out, in] fp32 of one input; None: no smoothing is as good."""
     surrogate = Surrogate.of(sample.fitting.thinned(RANKING_TOKENS), weights, format)
-    ranked = sorted(candidates(group, weights, sample, config), key=lambda c: surrogate(c.scale))
+    ranked = sorted(candidates(weights, sample, shape), key=lambda c: surrogate(c.scale))
     noise = Noise.of(sample.checking.thinned(CHECKING_TOKENS), weights, format)
     best, least = None, (1 - IDENTITY_MARGIN) * noise(torch.ones_like(sample.absmax))
     for candidate in ranked[:FINALISTS]:
@@ -137,17 +152,11 @@ def search_group(
     return best
 
 
-def candidates(
-    group: str, weights: Sequence[Tensor], sample: GroupSample, config: ModelConfig
-) -> Iterator[Candidate]:
+def candidates(weights: Sequence[Tensor], sample: GroupSample, shape: Shape) -> Iterator[Candidate]:
     """All but the identity."""
-    weight, absmax, rms = column_absmax(*weights), sample.absmax, sample.fitting.energy().sqrt()
-    if group == "o":
-        weight, absmax, rms = (over_query_heads(x, config) for x in (weight, absmax, rms))
-    for label, scale in _families(weight, absmax, rms):
-        if group == "o":
-            scale = to_query_heads(nearest_power_of_two(scale), config)
-        yield Candidate(label, scale)
+    sizes = column_absmax(*weights), sample.absmax, sample.fitting.energy().sqrt()
+    for label, scale in _families(*map(shape.pool, sizes)):
+        yield Candidate(label, shape.spread(scale))
 
 
 def _families(weight: Tensor, absmax: Tensor, rms: Tensor) -> Iterator[tuple[str, Tensor]]:

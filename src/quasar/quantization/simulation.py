@@ -9,9 +9,9 @@ W8A8 costs a quarter of the BF16 arm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from quasar.kernels.base import Int4Weight, Int8Weight, LinearWeight
 from quasar.kernels.reference import quantize_rows
 from quasar.models.config import ModelConfig
 from quasar.models.layer import FloatLinear, Layer, Product, head_chunks
+from quasar.models.tensors import GROUPS
+from quasar.quantization.smooth import Scales, output_scales
 from quasar.quantization.weights import QuantizedLayer, dequantize, round_to_nearest
 
 HEAD_CHUNK, POSITIONS = 4096, 256
@@ -69,6 +71,29 @@ def simulated(config: ModelConfig, index: int, layer: QuantizedLayer) -> Layer:
     return Layer(config, index, layer.norms, linears)
 
 
+def relative_errors(
+    tensors: Mapping[str, Tensor],
+    layer: QuantizedLayer,
+    scales: Scales,
+    inputs: Mapping[str, Tensor],
+    config: ModelConfig,
+) -> dict[str, float]:
+    """By linear |quantised output - output| / |output|, in the units of the unsmoothed layer.
+
+    tensors: the fp32 layer; inputs: [rows, in] by group; biases are left out.
+    """
+    outputs, errors = output_scales(scales, config), {}
+    for group, names in GROUPS.items():
+        rows = inputs[group]
+        smoothed = rows / scales[group] if group in scales else rows
+        for name in names:
+            expected = F.linear(rows, tensors[f"{name}.weight"])
+            product = simulated_linear(replace(layer.linears[name], bias=None))(smoothed)
+            difference = product * outputs.get(name, torch.ones(())) - expected
+            errors[name] = float(difference.norm() / expected.norm().clamp_min(1e-30))
+    return errors
+
+
 @dataclass(frozen=True, slots=True)
 class Fidelity:
     """How one model predicts a text, beside the BF16 model."""
@@ -111,10 +136,25 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A model at the end of a text: its final norm's outputs [positions, hidden] fp32."""
+    """A model at the end of a text: its final norm's outputs [positions, hidden] fp32.
+
+    With an INT8 head they are divided by `scale` [hidden], the head's columns multiplied by it.
+    """
 
     hidden: Tensor
     int8_head: bool = False
+    scale: Tensor | None = None
+
+    def split(self, size: int) -> list[Arm]:
+        return [replace(self, hidden=part) for part in torch.split(self.hidden, size)]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """rows [chunk, hidden] fp32 of the head -> [positions, chunk]."""
+        if not self.int8_head:
+            return self.hidden @ rows.t()
+        if self.scale is None:
+            return Int8Linear(round_to_nearest(rows))(self.hidden)
+        return Int8Linear(round_to_nearest(rows * self.scale))(self.hidden / self.scale)
 
 
 class _Positions:
@@ -124,15 +164,15 @@ class _Positions:
         self.arms, self.targets = arms, targets
         self.scores = [_Scores(len(targets)) for _ in arms]
 
-    def add(self, start: int, rows: Tensor, quantized: Int8Linear) -> None:
-        """rows [chunk, hidden] fp32: the head from token id `start` on, and its INT8 form."""
+    def add(self, start: int, rows: Tensor) -> None:
+        """rows [chunk, hidden] fp32: the head from token id `start` on."""
         reference, before = self.scores[0], self.scores[0].logsumexp
-        expected = self.arms[0].hidden @ rows.t()
+        expected = self.arms[0].logits(rows)
         reference.add(start, expected, self.targets)
         kept = (before - reference.logsumexp).exp()
         weights = (expected - reference.logsumexp[:, None]).exp_()
         for arm, score in zip(self.arms[1:], self.scores[1:], strict=True):
-            logits = quantized(arm.hidden) if arm.int8_head else arm.hidden @ rows.t()
+            logits = arm.logits(rows)
             score.add(start, logits, self.targets)
             score.excess = score.excess * kept + (weights * (expected - logits)).sum(dim=1)
 
@@ -152,18 +192,12 @@ def compare_positions(
     head [vocab, hidden] bf16; targets [positions], the text's next tokens. In one stream over the
     head; slices of positions are spread over `workers`. The result is [arms, 3, positions] fp64.
     """
-    cuts = [torch.split(arm.hidden, POSITIONS) for arm in arms]
+    cuts = zip(*(arm.split(POSITIONS) for arm in arms), strict=True)
     parts = [
-        _Positions([Arm(x, arm.int8_head) for x, arm in zip(states, arms, strict=True)], ids)
-        for *states, ids in zip(*cuts, torch.split(targets, POSITIONS), strict=True)
+        _Positions(x, ids) for x, ids in zip(cuts, torch.split(targets, POSITIONS), strict=True)
     ]
     for start, rows in head_chunks(head, HEAD_CHUNK):
-        quantized = Int8Linear(round_to_nearest(rows))
-
-        def add(part: _Positions, head: tuple[int, Tensor, Int8Linear]) -> None:
-            part.add(*head)
-
-        list(workers.map(add, parts, [(start, rows, quantized)] * len(parts)))
+        list(workers.map(lambda part, start=start, rows=rows: part.add(start, rows), parts))
         progress(start + len(rows), len(head))
     return torch.cat([part.figures() for part in parts], dim=2)
 

@@ -16,7 +16,7 @@ power of two: then v / s is exact in BF16 too, and K and V mean the same in ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,13 @@ class Smoothing:
     scales: Scales
     labels: Mapping[str, str]
     """By group of `scales`: how they were found, for the report."""
+
+    def without(self, groups: Collection[str]) -> Smoothing:
+        kept = [group for group in self.scales if group not in groups]
+        return Smoothing(
+            {group: self.scales[group] for group in kept},
+            {group: self.labels[group] for group in kept},
+        )
 
 
 UNSMOOTHED = Smoothing({}, {})

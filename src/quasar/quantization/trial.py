@@ -10,15 +10,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from quasar.kernels.base import DenseWeight
 from quasar.kernels.reference import rms_norm
+from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer, LayerTensors, Observer, embedded, unobserved
 from quasar.models.tensors import GROUPS, layer_prefix
@@ -28,11 +29,16 @@ from quasar.quantization.calibrate import (
     LayerInputs,
     SampledRows,
     sample_groups,
+    sample_of,
 )
 from quasar.quantization.recipe import LayerResult, Recipe
-from quasar.quantization.simulation import Arm, Fidelity, compare, simulated, simulated_linear
-from quasar.quantization.smooth import UNSMOOTHED, Scales, output_scales
-from quasar.quantization.weights import QuantizedLayer
+from quasar.quantization.search import POWERS_OF_TWO, search_scales
+from quasar.quantization.simulation import Arm, Fidelity, compare, relative_errors, simulated
+from quasar.quantization.smooth import UNSMOOTHED
+from quasar.quantization.weights import QuantizedLayer, WeightFormat
+
+HEAD_ROWS = 4096
+"""Rows of the head that stand for all when its scales are searched."""
 
 Seen = TypeVar("Seen", bound=Observer)
 
@@ -60,6 +66,8 @@ class LinearError:
     """Relative error |quantised output - output| / |output| of one linear on held-out inputs."""
 
     name: str
+    scheme: str
+    """That of the recipe, or bf16."""
     smoothing: str
     recipe: float
     rtn: float
@@ -144,7 +152,12 @@ class Trial:
         rtn = relative_errors(tensors, plain, {}, held_out, self.config)
         for group, names in GROUPS.items():
             label = result.smoothing.labels.get(group, "none")
-            self.errors += [LinearError(prefix + n, label, recipe[n], rtn[n]) for n in names]
+            for name in names:
+                dense = isinstance(result.layer.linears[name], DenseWeight)
+                scheme = "bf16" if dense else self.recipe.scheme
+                self.errors.append(
+                    LinearError(prefix + name, scheme, label, recipe[name], rtn[name])
+                )
 
     def _move(self, states: list[Tensor], layer: Layer, make: Callable[[], Seen]) -> list[Seen]:
         """Replace the hidden states of each sequence by the layer's output; gives the observers."""
@@ -154,37 +167,35 @@ class Trial:
             states[index] = layer(states[index], observer)
             return observer
 
-        return list(self.workers.map(run, range(len(states))))
+        seen = list(self.workers.map(run, range(len(states))))
+        trim_heap()
+        return seen
+
+    def head_scale(self, norm: Tensor, head: Tensor) -> Tensor | None:
+        """After the last layer: what to divide the final norm by, and multiply the head by.
+
+        norm [hidden] fp32, head [vocab, hidden] bf16. Powers of two: the BF16 head computes the
+        same bits, the INT8 head that a verifier makes of it has less noise. None: no gain.
+        """
+        eps = self.config.rms_norm_eps
+        parts = [rms_norm(x[:: self.stride], norm, eps) for x in self.calibration]
+        some = head[:: max(1, len(head) // HEAD_ROWS)].float()
+        found = search_scales([some], sample_of(parts), WeightFormat(), POWERS_OF_TWO)
+        return None if found is None else found.scale
 
     def result(
-        self, norm: Tensor, head: Tensor, progress: Callable[[int, int], None]
+        self,
+        norm: Tensor,
+        head: Tensor,
+        scale: Tensor | None,
+        progress: Callable[[int, int], None],
     ) -> TrialResult:
-        """After the last layer: final norm [hidden] fp32, head [vocab, hidden] bf16."""
+        """After the last layer, with the final norm, the head and the scale of `head_scale`."""
         eps = self.config.rms_norm_eps
         outputs = [
             torch.cat([rms_norm(hidden[:-1], norm, eps) for hidden in arm])
             for arm in (self.bf16, self.quantized, self.rtn)
         ]
-        arms = [*map(Arm, outputs), Arm(outputs[1], int8_head=True)]
+        arms = [*map(Arm, outputs), Arm(outputs[1], int8_head=True, scale=scale)]
         bf16, recipe, rtn, int8 = compare(arms, head, self.targets, self.workers, progress)
         return TrialResult(bf16, recipe, rtn, int8, self.errors)
-
-
-def relative_errors(
-    tensors: Mapping[str, Tensor],
-    layer: QuantizedLayer,
-    scales: Scales,
-    sample: Mapping[str, Tensor],
-    config: ModelConfig,
-) -> dict[str, float]:
-    """By linear, in the units of the unsmoothed layer; biases are left out."""
-    outputs, errors = output_scales(scales, config), {}
-    for group, names in GROUPS.items():
-        rows = sample[group]
-        inputs = rows / scales[group] if group in scales else rows
-        for name in names:
-            expected = F.linear(rows, tensors[f"{name}.weight"])
-            product = simulated_linear(replace(layer.linears[name], bias=None))(inputs)
-            difference = product * outputs.get(name, torch.ones(())) - expected
-            errors[name] = float(difference.norm() / expected.norm().clamp_min(1e-30))
-    return errors

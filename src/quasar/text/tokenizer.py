@@ -47,12 +47,13 @@ class Tokenizer:
         their model has embeddings.
         """
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
         self._config = config
         self._generation = generation
         self.eos_ids = frozenset(generation["eos_token_id"])
         self._limit = model_vocab_size
+        # First of all: it refuses ids so large that the library's writing of them never ends.
         self.pieces, self.strips_space = token_pieces(tokenizer)
+        self._encoder = Encoder(tokenizer)
         self.special_ids = frozenset(
             index for index, added in tokenizer.get_added_tokens_decoder().items() if added.special
         )
@@ -159,9 +160,7 @@ def _from_gguf(checkpoint: TokenizerSource, metadata: Mapping[str, Any]) -> Toke
 
 def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
     folder = checkpoint.path
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(f"{folder} has no tokenizer.json")
+    path = tokenizer_file(folder)
     tokenizer = parse(_read(path), str(path))
     config = _read_object(folder / "tokenizer_config.json")
     for key, value in _read_object(folder / "special_tokens_map.json").items():
@@ -177,6 +176,17 @@ def _from_folder(checkpoint: TokenizerSource) -> Tokenizer:
         ids.add(eos)
     generation = {**checkpoint.generation_config, "eos_token_id": sorted(ids)}
     return Tokenizer(tokenizer, config, generation, _vocab_size(checkpoint))
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The folder's tokenizer.json, or what to do about it: some models come with another form."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; let transformers write one: AutoTokenizer."
+            "from_pretrained(MODEL).save_pretrained(FOLDER), or take the model as a GGUF file"
+        )
+    return path
 
 
 def _vocab_size(checkpoint: TokenizerSource) -> int:

@@ -59,14 +59,16 @@ def number(least: float, most: float, without_least: bool = False) -> Callable[[
     return parse
 
 
-SIZES = {"": 1, "B": 1, **{f"{k}B": 1000**n for n, k in enumerate("KMGT", 1)}}
-SIZES |= {f"{k}iB": 1024**n for n, k in enumerate("KMGT", 1)}
+POWERS = "KMGT"
 
 
 def size(text: str) -> int:
     """A number of bytes: `500MB` is decimal, `4GiB` binary."""
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?) ?([KMGT]?i?B|)", text)
-    value = round(float(found[1]) * SIZES.get(found[2], 0)) if found else 0
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?) ?(?:([KMGT]?)(I?)B)?", text.upper())
+    value = 0
+    if found:
+        base, power = 1024 if found[3] else 1000, POWERS.find(found[2] or " ") + 1
+        value = round(float(found[1]) * base**power)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 4GiB")
     return value

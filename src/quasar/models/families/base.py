@@ -14,35 +14,81 @@ from quasar.models.families.rope import MAX_CONTEXT, Rope, RopeReader
 HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
+        "_commit_hash",
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "attn_implementation",
         "auto_map",
+        "bad_words_ids",
         "bos_token_id",
         "cache_implementation",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "do_sample",
         "dtype",
+        "early_stopping",
+        "embd_pdrop",
         "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
         "id2label",
         "initializer_range",
         "is_llama_config",
+        "is_decoder",
         "label2id",
+        "length_penalty",
+        "max_length",
+        "max_sequence_length",
+        "min_length",
         "model_type",
-        "pad_token_id",
+        "no_repeat_ngram_size",
+        "num_beams",
+        "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_scores",
+        "pad_token_id",
         "pretraining_tp",
+        "problem_type",
         "quantization_config",
+        "repetition_penalty",
+        "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "task_specific_params",
+        "temperature",
         "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
+        "torchscript",
         "transformers.js_config",
         "transformers_version",
+        "typical_p",
         "unk_token_id",
         "unsloth_fixed",
         "unsloth_version",
+        "use_bfloat16",
         "use_cache",
     }
 )
-"""Keys that inform, train or load, but do not enter a forward pass. No code is ever loaded."""
+"""Keys that inform, train, load or sample: none enters a forward pass. No code is ever loaded."""
+
+INERT: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_bidirectional_attention": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+"""What a family need not know, as long as the config says that it is not so."""
 
 _REQUIRED: Any = object()
 _MAX_HEAD_DIM = 1024
@@ -183,8 +229,9 @@ class ConfigReader:
         return [known[kind] for kind in kinds]
 
     def finish(self) -> None:
-        """Refuse keys that nobody read."""
-        unknown = sorted(set(self._config) - self._read - HARMLESS)
+        """Refuse keys that nobody read; null says nothing."""
+        unread = {k: v for k, v in self._config.items() if k not in self._read | HARMLESS}
+        unknown = sorted(k for k, v in unread.items() if v is not None and v != INERT.get(k))
         if unknown:
             key = unknown[0]
             raise CheckpointError(

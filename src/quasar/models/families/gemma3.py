@@ -25,7 +25,6 @@ LAYOUT = Layout(
 def parse(config: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(config)
     reader.exactly("hidden_activation", "gelu_pytorch_tanh")
-    reader.exactly("use_bidirectional_attention", False)
     reader.exactly("attn_logit_softcapping", None)
     reader.exactly("final_logit_softcapping", None)
     bias = reader.flag("attention_bias", False)

@@ -15,8 +15,6 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     """`attention_bias` puts a bias on q, k, v and o alike."""
     reader = ConfigReader(config)
     reader.exactly("hidden_act", "silu")
-    reader.exactly("mlp_bias", False)
-    reader.exactly("rope_interleaved", False)
     bias = reader.flag("attention_bias", False)
     sizes = reader.sizes()
     result = ModelConfig(

@@ -16,7 +16,6 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(config)
     reader.exactly("hidden_act", "silu")
     reader.exactly("attention_bias", False)
-    reader.exactly("mlp_bias", False)
     sizes = reader.sizes(kv_heads=8)
     window = reader.window(absent=4096)
     result = ModelConfig(

@@ -24,11 +24,9 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(config)
     reader.exactly("hidden_act", "silu")
     reader.exactly("attention_bias", False)
-    reader.exactly("mlp_bias", False)
     reader.exactly("lm_head_bias", False)
     reader.exactly("full_attn_mod", 1)
     reader.exactly("interpolate_factor", 1)
-    reader.ignore("embd_pdrop", "resid_pdrop")
     sizes = reader.sizes()
     window = reader.window(absent=None)
     result = ModelConfig(

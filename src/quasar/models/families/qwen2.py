@@ -7,7 +7,6 @@ from typing import Any
 
 from quasar.models.config import ModelConfig
 from quasar.models.families.base import ConfigReader
-from quasar.models.families.rope import MAX_CONTEXT
 
 MODEL_TYPES = ("qwen2",)
 
@@ -16,7 +15,6 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The bias is part of the architecture, not of the config."""
     reader = ConfigReader(config)
     reader.exactly("hidden_act", "silu")
-    reader.exactly("use_mrope", False)
     sizes = reader.sizes()
     result = ModelConfig(
         family="qwen2",
@@ -32,12 +30,13 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def windows(reader: ConfigReader, layers: int) -> tuple[int, ...]:
-    """`use_sliding_window` gives one to the layers from `max_window_layers` on."""
-    if not reader.flag("use_sliding_window", False):
+    """`use_sliding_window` gives one to the layers from `max_window_layers` on, null none."""
+    used = reader.flag("use_sliding_window", False)
+    window = reader.window(absent=4096) if used else None
+    if window is None:
         reader.ignore("sliding_window", "max_window_layers")
         reader.exactly("layer_types", ["full_attention"] * layers)
         return ()
-    window = reader.integer("sliding_window", MAX_CONTEXT, 4096)
     first = reader.integer("max_window_layers", 1 << 20, 28, least=0)
     local = reader.local_layers([layer >= first for layer in range(layers)])
     return tuple(window if is_local else 0 for is_local in local)
