@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from quasar.checkpoints import open_checkpoint
-from quasar.checkpoints.base import Checkpoint
-from quasar.kernels.base import DenseWeight, LinearWeight
+from quasar.checkpoints.packing import stored_linear
+from quasar.kernels.base import LinearWeight
 from quasar.models.families import parse_config
 from quasar.models.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_prefix, stored_shapes
 from quasar.quantization.head import round_groups
+from quasar.quantization.weights import round_to_nearest
 
 LLAMA = {
     "model_type": "llama",
@@ -133,55 +131,54 @@ def write_folder(folder: Path, family: str, seed: int = 0, **overrides: object) 
 def write_quantized(folder: Path, family: str, seed: int = 0, **overrides: object) -> Path:
     """The same model in the compressed-tensors W8A8 layout, by round-to-nearest."""
     config = CONFIGS[family] | overrides
-    tensors = random_tensors(config, seed)
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
-        weight = tensors.pop(name).float()
-        scale = weight.abs().amax(dim=1, keepdim=True) / 127
-        tensors[name] = (weight / scale).round().clamp(-127, 127).to(torch.int8)
-        tensors[f"{name}_scale"] = scale
-    weights = {"num_bits": 8, "type": "int", "symmetric": True}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights | {"strategy": "channel", "dynamic": False},
-                "input_activations": weights | {"strategy": "token", "dynamic": True},
-                "output_activations": None,
-            }
-        },
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return _write_integers(folder, config, seed, round_to_nearest, "int-quantized", INT8_ROWS)
+
+
+def write_four_bit(folder: Path, family: str, seed: int = 0) -> Path:
+    """A model that groups of 32 inputs divide, in the W4A8 layout, by the nearest of few grids."""
+    config = CONFIGS[family] | GROUPED
+    return _write_integers(folder, config, seed, round_groups, "pack-quantized", INT4_GROUPS)
 
 
 GROUPED = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
-"""Sizes that groups of 32 inputs divide."""
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+INT8_ROWS = INT8 | {"strategy": "channel", "dynamic": False}
+INT4_GROUPS = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": False,
+    "strategy": "group",
+    "group_size": 32,
+    "dynamic": False,
+}
 
 
-class FourBit:
-    """A folder of `write_folder` whose linears are W4A8, rounded as they are read."""
-
-    quantization: Mapping[str, Any] = {"config_groups": {"all": {"weights": {"num_bits": 4}}}}
-
-    def __init__(self, folder: Path) -> None:
-        self._stored = open_checkpoint(folder)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stored, name)
-
-    def linear(self, module: str) -> LinearWeight:
-        dense = self._stored.linear(module)
-        assert isinstance(dense, DenseWeight)
-        return replace(round_groups(dense.weight.float()), bias=dense.bias)
-
-
-def open_four_bit(folder: Path, family: str, seed: int = 0) -> Checkpoint:
-    """A W4A8 model without a file of that form."""
-    checkpoint: Checkpoint = FourBit(write_folder(folder, family, seed, **GROUPED))
-    return checkpoint
+def _write_integers(
+    folder: Path,
+    config: dict,
+    seed: int,
+    rounded: Callable[[torch.Tensor], LinearWeight],
+    layout: str,
+    weights: dict,
+) -> Path:
+    tensors = random_tensors(config, seed)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        parts = stored_linear(rounded(tensors.pop(name).float()))
+        tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": INT8 | {"strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder

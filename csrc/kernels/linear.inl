@@ -1,15 +1,16 @@
-// The matrix product of both precisions: out = prepare(x) W^T for a few rows (verifying a draft) or
+// The matrix product of all precisions: out = prepare(x) W^T for a few rows (verifying a draft) or
 // many (prefill). What differs from tier to tier is the size of a tile (vector/*.inl) and how a
-// product P, W8A8 or Bf16, takes a step (linear_w8a8_*.inl, linear_bf16_*.inl).
+// product P, W8A8, W4A8 or Bf16, takes a step (linear_w8a8_*.inl and so on). P also says how a unit
+// of inputs is packed and prepared: 16 of them, or a group of W4A8.
 //
-// A weight block holds 32 outputs, in one part or two of kTileOutputs; a part holds `steps` steps
-// of P::kStepValues inputs in P::kStepBytes bytes. A tile is up to kTileRows rows x kTileOutputs
-// outputs: two registers of sums a row (left and right), two that hold the step's weights and one
-// the broadcast of a row's four bytes. In avx512 that is 14 x 32, in avx2 6 x 16, where a register
-// has half the lanes and there are half as many. Rows are prepared into tiles, [steps][rows of the
-// tile] words of 4 bytes, so a step reads consecutive words. More rows are split into even tiles
-// that visit the block one after the other while it lies in the cache. Every sum sees its inputs in
-// ascending order, one step an instruction, whatever the tile: rows cannot influence each other.
+// A weight block holds 32 outputs, in one part or two of kTileOutputs; a part holds its units one
+// after the other. A tile is up to P::kRows rows x kTileOutputs outputs: two registers of sums a row
+// (left and right), two that hold the step's weights and one the broadcast of a row's four bytes.
+// For W8A8 and BF16 that is 14 x 32 in avx512, in avx2 6 x 16, where a register has half the lanes
+// and there are half as many. Rows are prepared into tiles, [words][rows of the tile], so a step
+// reads consecutive words. More rows are split into even tiles that visit the block one after the
+// other while it lies in the cache. Every sum sees its inputs in ascending order, one step an
+// instruction, whatever the tile: rows cannot influence each other.
 //
 // Memory. Weights are read once, as fast as DRAM gives them, if enough lines are in flight. The
 // core's own prefetcher has room for some 60 but loses a stream at the end of its page, and when
@@ -35,6 +36,7 @@
 // preparation (5 %) and the results (5 %). The linears of SmolLM2-135M reach 0.92 at 6 rows
 // and 36 GB/s, 0.55 to 0.6 at 65. The W8A8 row at 36 GB/s and both figures of 512 rows are older
 // than the last change to the preparation of rows; the BF16 one is a single slice, at 65 GB/s.
+// For W4A8 see linear_w4a8.inl.
 //
 // Gated layers. Blocks hold 16 gate rows, then the 16 up rows of the same outputs. For an
 // intermediate size I that is no multiple of 16 the caller pads gate and up to G = ceil(I / 16)

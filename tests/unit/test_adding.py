@@ -103,16 +103,21 @@ CALLER = """
 #include <vector>
 #include "quasar_kernels.h"
 extern "C" const quasar_tier quasar_tier_sse4;
-int main() {  // [1 2 3 ... 32] times itself, by both precisions of the new tier
+int main() {  // [1 2 3 ... 32] times itself, by the new tier
   const quasar_tier& tier = quasar_tier_sse4;
   std::vector<float> x(32), scale(32, 1.0f);
   std::vector<int8_t> codes(32);
   for (int k = 0; k < 32; ++k) x[k] = codes[k] = k + 1;
   x[31] = 127;  // codes are then the values themselves
-  std::vector<char> packed(tier.packed_bytes(QUASAR_W8A8, 1, 32) + 64);
+  quasar_weight rows{};
+  rows.values = codes.data();
+  rows.out_features = 1;
+  rows.in_features = 32;
+  rows.precision = QUASAR_W8A8;
+  std::vector<char> packed(tier.packed_bytes(&rows) + 64);
   std::vector<char> scratch(tier.linear_scratch_bytes(1, 32) + 64);
   void* weight = packed.data() + (64 - (uintptr_t)packed.data() % 64);
-  tier.pack(QUASAR_W8A8, codes.data(), 1, 32, weight, 1);
+  tier.pack(&rows, weight, 1);
   quasar_linear layer{};
   layer.weight = weight;
   layer.scale = scale.data();

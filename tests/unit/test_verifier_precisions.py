@@ -22,13 +22,9 @@ def logits(verifier, count: int = 20):
 
 
 def test_a_checkpoint_says_what_it_holds(tmp_path):
-    opened = {
-        "bf16": open_checkpoint(tiny.write_folder(tmp_path / "a", "llama")),
-        "w8a8": open_checkpoint(tiny.write_quantized(tmp_path / "b", "llama")),
-        "w4a8": tiny.open_four_bit(tmp_path / "c", "llama"),
-    }
-    assert set(opened) == set(PRECISIONS)
-    for held, checkpoint in opened.items():
+    writers = (tiny.write_folder, tiny.write_quantized, tiny.write_four_bit)
+    for held, write in zip(PRECISIONS, writers, strict=True):
+        checkpoint = open_checkpoint(write(tmp_path / held, "llama"))
         assert checkpoint.precision == held
         for other in set(PRECISIONS) - {held}:
             message = f"holds {held} weights: --verifier {other} needs others"
@@ -39,8 +35,8 @@ def test_a_checkpoint_says_what_it_holds(tmp_path):
 @pytest.mark.parametrize("family", sorted(tiny.CONFIGS))
 def test_a_w4a8_model_is_near_its_target(tmp_path, backend, family):
     """Every linear, fused ones of the file included, is read in groups and multiplied."""
-    checkpoint = tiny.open_four_bit(tmp_path / "model", family)
-    target = open_checkpoint(tmp_path / "model")
+    checkpoint = open_checkpoint(tiny.write_four_bit(tmp_path / "four", family))
+    target = open_checkpoint(tiny.write_folder(tmp_path / "target", family, **tiny.GROUPED))
     linears = read_linears(checkpoint, parse_config(checkpoint.config), 0)
     assert {weight.group_size for weight in linears.values()} == {32} and len(linears) == len(
         LINEARS
@@ -55,7 +51,7 @@ def test_a_w4a8_model_is_near_its_target(tmp_path, backend, family):
 
 @pytest.mark.parametrize("head", PRECISIONS)
 def test_any_precision_takes_any_head(tmp_path, backend, head):
-    checkpoint = tiny.open_four_bit(tmp_path / "model", "qwen2")
+    checkpoint = open_checkpoint(tiny.write_four_bit(tmp_path / "model", "qwen2"))
     verifier = load_verifier(checkpoint, "w4a8", head, backend)
     assert verifier.decoder.head.precision == head
     wide = load_verifier(checkpoint, "w4a8", "bf16", backend)

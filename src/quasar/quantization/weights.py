@@ -7,7 +7,7 @@ sum_j e_j (W_ij - Q_ij)^2, the diagonal part of the error in the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,11 +97,13 @@ def covering_grid(weight: Tensor, format: WeightFormat, share: float = 1.0) -> G
     return Grid(scale, (-least / scale).round_().clamp_(0, 15), 0, 15)
 
 
-def clipped_grid(weight: Tensor, format: WeightFormat, energy: Tensor) -> Grid:
-    """The best grid of SHRINKS for each row or group; energy [in] as in the module's text."""
-    best = covering_grid(weight, format)
+def clipped_grid(
+    weight: Tensor, format: WeightFormat, energy: Tensor, shrinks: Sequence[float] = SHRINKS
+) -> Grid:
+    """The best grid of some for each row or group; energy [in] as in the module's text."""
+    best = covering_grid(weight, format, shrinks[0])
     least = grid_error(weight, best, energy)
-    for share in SHRINKS[1:]:
+    for share in shrinks[1:]:
         grid = covering_grid(weight, format, share)
         error = grid_error(weight, grid, energy)
         better = error < least
