@@ -46,14 +46,14 @@ def main():
     timer = Timer(verifier.backend)
     cache = verifier.new_cache(args.context + args.rows)
     sequence = cache.open(args.context + args.rows)
-    context = RaggedBatch.chunk(list(range(100, 100 + args.context)), 0, sequence.table)
+    context = RaggedBatch.chunk(list(range(100, 100 + args.context)), 0, sequence)
     verifier.verify(context, cache)
     cache.keep(sequence, range(args.context))
     shares, passes = [], []
     for _ in range(100):
         timer.seconds = 0.0
         tokens = list(range(200, 200 + args.rows))
-        batch = RaggedBatch.chunk(tokens, sequence.length, sequence.table)
+        batch = RaggedBatch.chunk(tokens, sequence.length, sequence)
         start = time.perf_counter()
         verifier.verify(batch, cache)
         seconds = time.perf_counter() - start

@@ -23,7 +23,7 @@ def main():
     sequence = cache.open(1024)
 
     def run(tokens, keep, last_only):
-        batch = RaggedBatch.chunk(tokens, sequence.length, sequence.table)
+        batch = RaggedBatch.chunk(tokens, sequence.length, sequence)
         wanted = torch.tensor([len(tokens) - 1]) if last_only else None
         start = time.perf_counter()
         verifier.verify(batch, cache, wanted)

@@ -56,7 +56,7 @@ def our_choices(verifier, prompt, tokens):
     chosen = []
     while sequence.length < len(text):
         chunk = text[sequence.length : sequence.length + 64]
-        batch = RaggedBatch.chunk(chunk, sequence.length, sequence.table)
+        batch = RaggedBatch.chunk(chunk, sequence.length, sequence)
         logits = verifier.verify(batch, cache).logits
         chosen += verifier.backend.argmax(len(chunk), logits)
         cache.keep(sequence, range(len(chunk)))

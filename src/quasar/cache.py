@@ -21,20 +21,30 @@ class OutOfBlocks(QuasarError):
 class SequenceCache:
     """The slots of one sequence: `length` are filled, `table` says in which blocks."""
 
-    __slots__ = ("length", "table")
+    __slots__ = ("length", "rotary_row", "table")
 
-    def __init__(self, table: Tensor) -> None:
+    def __init__(self, table: Tensor, rotary_row: int = 0) -> None:
         self.table = table
         """[blocks] int32."""
+        self.rotary_row = rotary_row
+        """The row of the rotary tables for its first position."""
         self.length = 0
 
 
 class KVCache:
     """K and V of all layers for all sequences."""
 
-    def __init__(self, backend: Backend, specs: Sequence[AttentionSpec], tokens: int) -> None:
-        """`specs`: one for each layer."""
+    def __init__(
+        self,
+        backend: Backend,
+        specs: Sequence[AttentionSpec],
+        tokens: int,
+        short_texts: int = 0,
+    ) -> None:
+        """`specs`: one for each layer. Their rotary tables begin with `short_texts` rows for
+        sequences of at most so many tokens; those of longer ones follow."""
         self.backend = backend
+        self._short_texts = short_texts
         self.specs = list(specs)
         self.blocks = self._blocks_for(tokens)
         self.layers: list[Buffer] = [backend.new_cache(spec, self.blocks) for spec in specs]
@@ -58,7 +68,8 @@ class KVCache:
         if needed > len(self._free):
             raise OutOfBlocks(f"{tokens} cache slots wanted, {self.free_slots} free")
         taken = [self._free.pop() for _ in range(needed)]
-        return SequenceCache(torch.tensor(taken, dtype=torch.int32))
+        row = self._short_texts if tokens > self._short_texts else 0
+        return SequenceCache(torch.tensor(taken, dtype=torch.int32), row)
 
     def close(self, sequence: SequenceCache) -> None:
         """Give all blocks back."""

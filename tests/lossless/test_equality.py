@@ -211,7 +211,7 @@ def chunked_logits(verifier, tokens, chunks):
     found = []
     for rows in chunks:
         start = sequence.length
-        batch = RaggedBatch.chunk(tokens[start : start + rows], start, sequence.table)
+        batch = RaggedBatch.chunk(tokens[start : start + rows], start, sequence)
         found.append(verifier.verify(batch, cache).logits.tensor[:rows].clone())
         cache.keep(sequence, range(rows))
     return torch.cat(found)

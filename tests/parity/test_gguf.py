@@ -55,6 +55,11 @@ CASES = [(family, "plain", PUBLISHED.get(family, {})) for family in sorted(ARCHI
     ("phi3", "unscaled", {"rope_scaling": None, "partial_rotary_factor": 1.0}),
     (
         "gemma3_text",
+        "no window",
+        PUBLISHED["gemma3_text"] | {"sliding_window": None, "layer_types": ["full_attention"] * 7},
+    ),
+    (
+        "gemma3_text",
         "27b",
         PUBLISHED["gemma3_text"]
         | {

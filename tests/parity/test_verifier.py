@@ -19,10 +19,12 @@ pytest.importorskip("transformers")
 import published
 
 
-def our_logits(verifier, tokens):
-    cache = verifier.new_cache(len(tokens))
-    sequence = cache.open(len(tokens))
-    batch = RaggedBatch.chunk(tokens, 0, sequence.table)
+def our_logits(verifier, tokens, grows_to=None, pool=0):
+    """Of a text that may grow to so many tokens, in a cache for `pool` more."""
+    length = grows_to or len(tokens)
+    cache = verifier.new_cache(length + pool)
+    sequence = cache.open(length)
+    batch = RaggedBatch.chunk(tokens, 0, sequence)
     return verifier.verify(batch, cache).logits.tensor[: len(tokens)]
 
 
@@ -38,13 +40,33 @@ def test_logits_agree_with_transformers(tmp_path, backend, family):
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
 
 
+def test_longrope_takes_the_factors_of_what_a_text_may_grow_to(tmp_path, backend):
+    """Not of its length so far, nor of the pool that it shares with others."""
+    tokens = torch.randint(0, 97, (20,), generator=torch.Generator().manual_seed(2)).tolist()
+    original = tiny.PHI3["original_max_position_embeddings"]
+    folder = tiny.write_folder(tmp_path / "model", "phi3", seed=1)
+    expected = published.logits(folder, torch.tensor(tokens))
+    verifier = load_verifier(open_checkpoint(folder), "bf16", "bf16", backend)
+    short = our_logits(verifier, tokens).clone()
+    assert (short - expected).std() < 0.01 * expected.std()
+    assert torch.equal(our_logits(verifier, tokens, original, pool=200), short)
+    long = our_logits(verifier, tokens, original + 1).clone()
+    assert (long - short).std() > 0.1 * short.std()
+    assert torch.equal(our_logits(verifier, tokens, original + 1, pool=200), long)
+    grown = tokens * 4
+    expected = published.logits(folder, torch.tensor(grown))
+    found = our_logits(verifier, grown)
+    assert (found - expected).std() < 0.01 * expected.std()
+    assert torch.equal(found[: len(tokens)], long)
+
+
 def test_hidden_states_and_layer_subsets(tmp_path, backend):
     """`hidden` gives the residual stream after a layer; `layers` runs a part of the model."""
     folder = tiny.write_folder(tmp_path / "model", "llama", num_hidden_layers=3)
     verifier = load_verifier(open_checkpoint(folder), "bf16", "bf16", backend)
     cache = verifier.new_cache(8)
     sequence = cache.open(8)
-    batch = RaggedBatch.chunk([3, 4, 5], 0, sequence.table)
+    batch = RaggedBatch.chunk([3, 4, 5], 0, sequence)
     full = verifier.verify(batch, cache, hidden=(0, 2))
     first, last = full.hidden
     assert first.shape == last.shape == (3, 48)
@@ -64,6 +86,6 @@ def test_selected_logit_rows_equal_the_full_ones(tmp_path, backend):
     full = our_logits(verifier, tokens).clone()
     cache = verifier.new_cache(20)
     sequence = cache.open(20)
-    batch = RaggedBatch.chunk(tokens, 0, sequence.table)
+    batch = RaggedBatch.chunk(tokens, 0, sequence)
     rows = torch.tensor([3, 19])
     assert torch.equal(verifier.verify(batch, cache, rows).logits.tensor[:2], full[rows])

@@ -58,7 +58,7 @@ def verifiers(tmp_path_factory):
 def direct(verifier, tokens):
     """Logits of every row in one pass."""
     cache = verifier.new_cache(len(tokens))
-    batch = RaggedBatch.chunk(tokens, 0, cache.open(len(tokens)).table)
+    batch = RaggedBatch.chunk(tokens, 0, cache.open(len(tokens)))
     return verifier.verify(batch, cache).logits.tensor[: len(tokens)].clone()
 
 

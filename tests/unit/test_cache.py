@@ -32,7 +32,7 @@ def test_blocks_are_reserved_and_returned():
 def append(cache, sequence, values):
     """One pass whose row i writes K = V = values[i] (rotation by angle 0 changes nothing)."""
     rows = len(values)
-    batch = RaggedBatch.chunk([0] * rows, sequence.length, sequence.table)
+    batch = RaggedBatch.chunk([0] * rows, sequence.length, sequence)
     qkv = Buffer.of(torch.tensor(values)[:, None].expand(rows, 16).float().contiguous())
     for layer in cache.layers:
         cache.backend.attend(batch, qkv, SPEC, layer, Buffer.empty(rows, 8))

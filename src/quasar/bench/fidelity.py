@@ -98,7 +98,7 @@ class Reader:
     def read(self, tokens: Sequence[int], start: int, rows: Tensor) -> Tensor:
         """Logits after `rows` of these tokens, which follow the first `start` of the passage."""
         self.sequence.length = start
-        batch = RaggedBatch.chunk(list(tokens), start, self.sequence.table)
+        batch = RaggedBatch.chunk(list(tokens), start, self.sequence)
         logits = self.verifier.verify(batch, self.cache, rows).logits
         self.cache.keep(self.sequence, range(len(tokens)))
         return logits.tensor[: rows.shape[0]]

@@ -98,7 +98,7 @@ class Setting:
         return time.perf_counter() - start
 
     def batch(self, tokens: Sequence[int]) -> RaggedBatch:
-        return RaggedBatch.chunk(list(tokens), self.context, self.sequence.table)
+        return RaggedBatch.chunk(list(tokens), self.context, self.sequence)
 
 
 def fill(name: str, verifier: Verifier, tokens: Sequence[int], room: int) -> Setting:
@@ -116,7 +116,7 @@ def prefill(
     sequence.length = 0
     for start in range(0, len(tokens), PREFILL_TOKENS):
         chunk = list(tokens[start : start + PREFILL_TOKENS])
-        batch = RaggedBatch.chunk(chunk, start, sequence.table)
+        batch = RaggedBatch.chunk(chunk, start, sequence)
         verifier.verify(batch, cache, torch.tensor([len(chunk) - 1]))
         cache.keep(sequence, range(len(chunk)))
 

@@ -185,6 +185,8 @@ class GgufCheckpoint(Checkpoint):
             del config["sliding_window_pattern"]
             config["layer_types"] = [_KINDS.get(local, local) for local in pattern]
         if self._architecture.model_type == "gemma3_text":
+            if "sliding_window" not in config:
+                config["sliding_window_pattern"] = 1
             # Only the model of 62 layers scales by the hidden size instead of the head.
             hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
             large = config.get("num_hidden_layers") == 62

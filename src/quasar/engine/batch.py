@@ -61,12 +61,14 @@ def pack(sequences: List[tuple[Sequence, int]]) -> Pack:
     offsets, contexts, trees, wanted = [0], list[int](), list[bool](), list[int]()
     slices: list[Slice] = []
     for sequence, count in sequences:
+        assert sequence.cache is not None, "only admitted sequences take part"
         start, draft = sequence.cached, sequence.draft
         complete = count == sequence.pending
         assert not draft or (complete and count == 1), "a draft follows the newest token only"
         tree = bool(draft) and not draft.is_chain
         tokens += sequence.tokens[start : start + count] + list(draft.tokens)
-        positions += [*range(start, start + count), *(start + d for d in depths(draft)[1:])]
+        first = start + sequence.cache.rotary_row
+        positions += [*range(first, first + count), *(first + d for d in depths(draft)[1:])]
         rows = count + len(draft)
         ancestors += [_signed(word) for word in ancestor_bits(draft)] if tree else [0] * rows
         slices.append(Slice(sequence, rows, len(wanted) if complete else -1))

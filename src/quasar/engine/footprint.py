@@ -113,10 +113,17 @@ def working_bytes(config: ModelConfig, rows: int, context: int, threads: int) ->
     """Activations of a pass, what the kernels work in, and the rotary tables."""
     hidden, inner = config.hidden_size, config.intermediate_size
     width = config.heads * config.head_dim
-    activations = 4 * rows * (hidden + _qkv(config) + width + inner)
+    outputs = hidden if config.output_norms else 0
+    activations = 4 * rows * (hidden + outputs + _qkv(config) + width + inner)
     prepared = PREPARED_BYTES * rows * max(hidden, inner, width)
     scores = 4 * SCORE_VECTORS * threads * context
-    return activations + prepared + scores + 4 * context * config.head_dim
+    return activations + prepared + scores + rotary_bytes(config, context)
+
+
+def rotary_bytes(config: ModelConfig, context: int) -> int:
+    """Cosines and sines for layers of each window, and of short texts that have their own."""
+    rows = context + (config.short_texts if config.short_texts < context else 0)
+    return 4 * rows * (config.rotary_dim or config.head_dim) * len(set(config.windows) or {0})
 
 
 def loading_bytes(config: ModelConfig, precision: str, mapped: bool) -> int:

@@ -185,6 +185,13 @@ class AttentionSpec:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
+class Slots(Protocol):
+    """Where a sequence lies in the cache, and where its positions begin in the rotary tables."""
+
+    table: Tensor
+    rotary_row: int
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """The rows of one pass: several sequences, each with its own number of rows.
@@ -200,7 +207,7 @@ class RaggedBatch:
     tokens: Tensor
     """[rows] int64."""
     positions: Tensor
-    """[rows] int32, position of each row for the rotary embedding."""
+    """[rows] int32, the row of the rotary tables for each row."""
     row_offsets: Tensor
     """[sequences + 1] int32."""
     context_lengths: Tensor
@@ -213,15 +220,15 @@ class RaggedBatch:
     """[sequences] uint8."""
 
     @classmethod
-    def chunk(cls, tokens: list[int], context: int, table: Tensor) -> RaggedBatch:
+    def chunk(cls, tokens: list[int], context: int, sequence: Slots) -> RaggedBatch:
         """Consecutive tokens of one sequence whose first `context` slots are filled."""
-        rows = len(tokens)
+        rows, first = len(tokens), sequence.rotary_row + context
         return cls(
             torch.tensor(tokens),
-            torch.arange(context, context + rows, dtype=torch.int32),
+            torch.arange(first, first + rows, dtype=torch.int32),
             torch.tensor([0, rows], dtype=torch.int32),
             torch.tensor([context], dtype=torch.int32),
-            table[None],
+            sequence.table[None],
             torch.zeros(rows, dtype=torch.int64),
             torch.zeros(1, dtype=torch.uint8),
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quasar.kernels.base import Activation
-from quasar.models.scaling import Scaling
+from quasar.models.scaling import LongRopeScaling, Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,12 @@ class ModelConfig:
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def short_texts(self) -> int:
+        """Texts of up to so many tokens are rotated otherwise than longer ones; 0: all alike."""
+        scaling = self.rope_scaling
+        return scaling.original if isinstance(scaling, LongRopeScaling) else 0
 
     @property
     def parameters(self) -> int:

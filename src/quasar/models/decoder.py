@@ -114,7 +114,8 @@ class Decoder:
         self._logits = Buffer.empty(8, head.out_features)
 
     def new_cache(self, tokens: int) -> KVCache:
-        return KVCache(self.backend, self._specs_for(tokens), tokens)
+        specs = self._specs_for(tokens)
+        return KVCache(self.backend, specs, tokens, self.config.short_texts)
 
     def _specs_for(self, tokens: int) -> list[AttentionSpec]:
         """Rotary tables for at least `tokens` positions: a model may promise millions."""

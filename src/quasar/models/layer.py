@@ -19,7 +19,7 @@ from quasar.checkpoints.base import Checkpoint
 from quasar.kernels.base import Activation, DenseWeight
 from quasar.kernels.reference import rms_norm, rotate
 from quasar.models.config import ModelConfig
-from quasar.models.rotary import rotary_tables
+from quasar.models.rotary import rotary_table
 from quasar.models.tensors import (
     DOWN_NORM,
     EMBEDDING,
@@ -104,7 +104,7 @@ class Layer:
     def _attend(self, normed: Tensor) -> Tensor:
         """Causal grouped-query attention: [tokens, hidden] -> [tokens, heads * head_dim]."""
         tokens, dim = normed.shape[0], self.config.head_dim
-        cos, sin = rotary_tables(self.config, tokens, self.window)
+        cos, sin = rotary_table(self.config, tokens, self.window)
         mask = self._mask(tokens)
         q, k, v = (
             p(normed).view(tokens, -1, dim).transpose(0, 1) for p in (self.q, self.k, self.v)

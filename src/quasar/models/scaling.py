@@ -1,8 +1,8 @@
 """How rotary frequencies are stretched to reach beyond the context a model was first trained on.
 
 Each kind turns the plain frequencies theta^(-2i/R), [R / 2] fp64, into its own, and may scale
-cosines and sines by `attention_factor`. `context` is the length that the model is set up for, not
-that of a text: the angle of a key in the cache must never change.
+cosines and sines by `attention_factor`. `length` is the most that a text may grow to, not what
+there is of it: the angle of a key in the cache must never change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LinearScaling:
     factor: float
     attention_factor: float = 1.0
 
-    def stretched(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
+    def stretched(self, frequencies: Tensor, theta: float, length: int) -> Tensor:
         return frequencies / self.factor
 
 
@@ -36,7 +36,7 @@ class Llama3Scaling:
     original: int
     attention_factor: float = 1.0
 
-    def stretched(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
+    def stretched(self, frequencies: Tensor, theta: float, length: int) -> Tensor:
         turns = self.original * frequencies / (2 * math.pi)
         kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
@@ -55,7 +55,7 @@ class YarnScaling:
     """Round the two dimensions outwards to whole ones."""
     attention_factor: float
 
-    def stretched(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
+    def stretched(self, frequencies: Tensor, theta: float, length: int) -> Tensor:
         pairs = frequencies.shape[0]
         low, high = (self._pair(turns, pairs, theta) for turns in (self.fast, self.slow))
         if self.truncate:
@@ -72,11 +72,12 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): a divisor for each frequency, one set for models set up for at
-    most the original context, one for longer ones.
+    """LongRoPE (arXiv 2402.13753): a divisor for each frequency, one set for texts within the
+    original context, one for longer ones.
 
     transformers switches sets when a text grows past the original context, which leaves the keys
-    before it rotated by the other set. Here the context that the model is set up for decides.
+    before it rotated by the other set. Here a text that may grow past it has the second set from
+    its first token on.
     """
 
     short: tuple[float, ...]
@@ -84,8 +85,8 @@ class LongRopeScaling:
     original: int
     attention_factor: float
 
-    def stretched(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
-        divisors = self.long if context > self.original else self.short
+    def stretched(self, frequencies: Tensor, theta: float, length: int) -> Tensor:
+        divisors = self.long if length > self.original else self.short
         return frequencies / torch.tensor(divisors, dtype=torch.float64)
 
 
