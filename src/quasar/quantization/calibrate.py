@@ -221,7 +221,7 @@ class GroupSample:
 
     def moments(self) -> Tensor:
         """Mean of x x^T over both halves, [in, in]."""
-        return (self.fitting.moments() + self.checking.moments()) / 2
+        return self.fitting.moments().add_(self.checking.moments()).div_(2)
 
 
 LayerSample = Mapping[str, GroupSample]
@@ -251,14 +251,14 @@ class SampledRows(dict[str, Tensor]):
 
 
 def sample_groups(seen: Sequence[LayerInputs], residuals: Sequence[Tensor]) -> LayerSample:
-    """What the observers of all sequences saw. A single sequence is halved.
+    """What the observers of all sequences saw, taken from them. A single sequence is halved.
 
     residuals: the layer's outputs. The norms that read them divide by their size, so noise in the
     outputs of `o` and `down` matters in relation to it; all inputs of the other groups are normed.
     """
     found = {}
     for group in GROUPS:
-        parts = [inputs[group] for inputs in seen]
+        parts = [inputs.pop(group) for inputs in seen]
         weights = [torch.ones(len(part)) for part in parts]
         if group in ("o", "down"):
             strides = [inputs.stride for inputs in seen]
