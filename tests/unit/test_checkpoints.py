@@ -282,7 +282,7 @@ def _scheme(part: str, **change: Any) -> dict[str, Any]:
     ("quantization", "named"),
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        (tiny_files.QUANTIZATION | {"format": "pack-quantized"}, "pack-quantized"),
+        (tiny_files.QUANTIZATION | {"format": "pack-quantized"}, "num_bits 8 .* only 4"),
         (tiny_files.QUANTIZATION | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (tiny_files.QUANTIZATION | {"config_groups": {}}, "config_groups"),
         (_scheme("weights", num_bits=4), "num_bits 4"),

@@ -138,12 +138,18 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
                 f"{self.where(f'{module}.{self._stem}')} is quantised (I8 or packed), yet `ignore` "
                 "lists its module"
             )
+        if not module.endswith("_proj") and self.precision != "bf16":
+            raise CheckpointError(
+                f"{self.where(f'{module}.{self._stem}')}: only projections may be quantised"
+            )
         if not self.scheme.packed:
             shape = stem.shape
             if len(shape) != 2:
                 raise CheckpointError(f"{self.where(f'{module}.weight')} is no matrix")
             self._expect(module, SCALE, _FLOATS, ((shape[0], 1), shape[:1]))
             return shape
+        if f"{module}.weight" in self._entries:
+            raise CheckpointError(f"{self.where(f'{module}.weight')} is there twice, also packed")
         out, columns = self._stored_shape(module)
         size = self.scheme.group_size or columns
         if columns % size:

@@ -222,7 +222,7 @@ class GroupSample:
 
     def moments(self) -> Tensor:
         """Mean of x x^T over both halves, [in, in]."""
-        return (self.fitting.moments() + self.checking.moments()) / 2
+        return self.fitting.moments().add_(self.checking.moments()).div_(2)
 
 
 LayerSample = Mapping[str, GroupSample]
@@ -252,7 +252,7 @@ class SampledRows(dict[str, Tensor]):
 
 
 def sample_groups(seen: Sequence[LayerInputs], residuals: Sequence[Tensor]) -> LayerSample:
-    """What the observers of all sequences saw.
+    """What the observers of all sequences saw, taken from them.
 
     residuals: the layer's outputs. The norms that read them divide by their size, so noise in the
     outputs of `o` and `down` matters in relation to it; all inputs of the other groups are normed.
@@ -266,7 +266,7 @@ def sample_groups(seen: Sequence[LayerInputs], residuals: Sequence[Tensor]) -> L
                 for inputs, x in zip(seen, residuals, strict=True)
             ]
         absmax = torch.stack([inputs.absmax[group] for inputs in seen]).amax(dim=0)
-        found[group] = sample_of([inputs[group] for inputs in seen], weights, absmax)
+        found[group] = sample_of([inputs.pop(group) for inputs in seen], weights, absmax)
     return found
 
 

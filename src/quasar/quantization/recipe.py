@@ -128,7 +128,7 @@ class Recipe:
         energy = sample.energy() / divisor.square()
         inverse = None
         if self.weights == "gptq":
-            inverse = InverseFactor.of(sample.moments() / torch.outer(divisor, divisor))
+            inverse = InverseFactor.of(sample.moments().div_(divisor).div_(divisor[:, None]))
         found = {}
         for name in GROUPS[group]:
             weight = folded[f"{name}.weight"]

@@ -130,14 +130,18 @@ class Trial:
         plain = QuantizedLayer.round(tensors, self.recipe.format)
         result = LayerResult(plain, UNSMOOTHED)
         if self.recipe != self.recipe.plain:
-            seen = self._move(self.calibration, layer, partial(LayerInputs, self.stride))
-            sample = sample_groups(seen, self.calibration)
-            result = self.recipe.apply(tensors, sample, self.config, self.workers)
+            result = self._calibrated(layer, tensors)
         for states, arm in ((self.rtn, plain), (self.quantized, result.layer)):
             self._move(states, simulated(self.config, index, arm), lambda: unobserved)
         held_out = {g: torch.cat([part[g] for part in rows]) for g in GROUPS}
         self._record(layer_prefix(index), tensors, result, plain, held_out)
         return result.layer
+
+    def _calibrated(self, layer: Layer, tensors: LayerTensors) -> LayerResult:
+        """What was seen of the inputs, 800 MB of an 8B model's layer for GPTQ, goes at the end."""
+        seen = self._move(self.calibration, layer, partial(LayerInputs, self.stride))
+        sample = sample_groups(seen, self.calibration)
+        return self.recipe.apply(tensors, sample, self.config, self.workers)
 
     def _record(
         self,
