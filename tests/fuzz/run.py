@@ -39,7 +39,6 @@ from quasar.text import encoder
 from quasar.text.tokenizer import load_tokenizer
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-torch.set_num_threads(1)  # a fork has no team of threads, yet would wait for it
 encoder._CPU_SECONDS = 1.0  # hostile tokenizers use all that they may
 SECONDS = 5.0
 ADDRESS_SPACE = 1 << 30
@@ -131,6 +130,7 @@ def fork_cases(name: str, form: Format, cases: range) -> int:
         os.close(writing)
         return reading
     try:
+        torch.set_num_threads(1)  # a fork has no team of threads, yet would wait for it
         os.close(reading)
         with os.fdopen(writing, "w") as results, limits():
             for case in cases:
