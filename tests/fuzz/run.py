@@ -107,14 +107,15 @@ def run_format(name: str, form: Format, cases: range, faults: list[Fault]) -> Co
     outcomes: Counter[str] = Counter()
     case = cases.start
     while case < cases.stop:
-        with os.fdopen(fork_cases(name, form, range(case, cases.stop))) as results:
+        child, reading = fork_cases(name, form, range(case, cases.stop))
+        with os.fdopen(reading) as results:
             for line in results:
                 outcome, text = json.loads(line)
                 outcomes[outcome] += 1
                 if outcome == "fault":
                     faults.append(Fault(name, case, text))
                 case += 1
-        status = os.waitstatus_to_exitcode(os.wait()[1])
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status != 0:
             outcomes["fault"] += 1
             faults.append(Fault(name, case, f"the process ended with {status}"))
@@ -123,12 +124,12 @@ def run_format(name: str, form: Format, cases: range, faults: list[Fault]) -> Co
     return outcomes
 
 
-def fork_cases(name: str, form: Format, cases: range) -> int:
-    """Where a child writes a line [outcome, text] for each case."""
+def fork_cases(name: str, form: Format, cases: range) -> tuple[int, int]:
+    """A child, and the pipe where it writes a line [outcome, text] for each case."""
     reading, writing = os.pipe()
-    if os.fork():
+    if child := os.fork():
         os.close(writing)
-        return reading
+        return child, reading
     try:
         torch.set_num_threads(1)  # a fork has no team of threads, yet would wait for it
         os.close(reading)
