@@ -24,7 +24,7 @@ GOLDEN = {
     + "    if isinstance(n, bool) and n % 2 == 0:\n        return False\n   ",
     "w8a8": START
     + "    if n < 2:\n        return False\n"
-    + "    max_divisor = int(max(range(2, n + 1)) - 1)\n    for d in range",
+    + "    for i in range(2, int(n**0.5) + 1):\n        if n % i == 0",
 }
 
 
@@ -80,7 +80,7 @@ def test_known_text_with_and_without_drafts(model, prompt, backend, quantized, p
 
 def test_smoothing_pays_on_held_out_text(quantized):
     summary = json.loads((quantized.path / "quantization_report.json").read_text())["summary"]
-    assert summary["smooth"] == "smoothquant"
-    assert summary["kl"] < 0.75 * summary["kl_rtn"]
+    assert summary["smooth"] == "search"
+    assert summary["kl"] < 0.4 * summary["kl_rtn"]
     assert summary["top1"] > summary["top1_rtn"]
-    assert summary["perplexity"] < 1.03 * summary["perplexity_bf16"]
+    assert summary["perplexity"] < 1.02 * summary["perplexity_bf16"]

@@ -114,7 +114,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     for message, weight in bad.items():
         with pytest.raises(ValueError, match=message):
             backend.pack(weight)
-    with pytest.raises(ValueError, match="share precision and shape"):
+    with pytest.raises(ValueError, match="share precision, shape"):
         backend.pack_gated(Int8Weight(codes, scale), Int8Weight(codes[:3], scale[:3]))
 
 

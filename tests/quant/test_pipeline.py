@@ -320,6 +320,7 @@ def test_nothing_is_left_before_the_first_save(write_model, tmp_path):
 def test_a_run_that_falls_back_goes_on(write_model, tmp_path, monkeypatch, stage):
     """Round-to-nearest begins anew, but nothing is measured twice."""
     monkeypatch.setattr(recipe, "smoothquant", harmful)
+    monkeypatch.setattr(recipe, "LARGEST_ERROR", {8: 1e9, 4: 1e9})
     source, options = open_checkpoint(write_model()), QuantizeOptions(smooth="smoothquant")
     quantize(source, tmp_path / "whole", options)
     last = {"round-to-nearest": 1, "measuring": VOCABULARY}

@@ -17,7 +17,7 @@ from quasar.verification.verifier import PRECISIONS, load_verifier
 
 def logits(verifier, count: int = 20):
     cache = verifier.new_cache(count)
-    batch = RaggedBatch.chunk(list(range(count)), 0, cache.open(count).table)
+    batch = RaggedBatch.chunk(list(range(count)), 0, cache.open(count))
     return verifier.verify(batch, cache).logits.tensor[:count].clone()
 
 
