@@ -172,7 +172,7 @@ quantize(open_checkpoint(Path({str(model)!r})), Path({str(tmp_path / "out")!r}),
     assert killed.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
     result = quasar("quantize", model, tmp_path / "out")
-    assert result.code == 0 and "going on at layer 2 of 2" in result.err
+    assert result.code == 0 and "going on after layer 1 of 2" in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

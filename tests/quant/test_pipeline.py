@@ -268,6 +268,20 @@ def contents(folder):
     return found, report
 
 
+_WHOLE = {}
+
+
+def whole(source, folder, options=None):
+    """The contents that an uninterrupted run gives; made once for all tests that compare."""
+    checkpoint = open_checkpoint(source)
+    options = options or QuantizeOptions()
+    key = (checkpoint.fingerprint(), options)
+    if key not in _WHOLE:
+        quantize(checkpoint, folder / "whole", options)
+        _WHOLE[key] = contents(folder / "whole")
+    return _WHOLE[key]
+
+
 def stop_at(stage, done):
     """Progress that interrupts a run there."""
 
@@ -292,9 +306,9 @@ def test_an_interrupted_run_goes_on(
 ):
     """A folder of several shards, stopped after each layer, byte for byte that of one run."""
     monkeypatch.setattr(saving, "SHARE", 1e9)
-    source = open_checkpoint(write_model(**GROUPABLE, num_hidden_layers=3))
-    options = QuantizeOptions(scheme=scheme, shard_bytes=30_000)
-    quantize(source, tmp_path / "whole", options)
+    folder = write_model(**GROUPABLE, num_hidden_layers=3)
+    source, options = open_checkpoint(folder), QuantizeOptions(scheme=scheme, shard_bytes=30_000)
+    expected = whole(folder, tmp_path, options)
     threads = torch.get_num_threads()
     with pytest.raises(Interrupt):
         quantize(source, tmp_path / "out", options, stop_at(stage, done))
@@ -304,7 +318,7 @@ def test_an_interrupted_run_goes_on(
     steps = []
     quantize(source, tmp_path / "out", options, lambda *step: steps.append(step))
     assert steps_of("layers", steps) == list(range(first, 4))
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == expected
     assert not (tmp_path / ".out.partial").exists()
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
 
@@ -321,8 +335,8 @@ def test_a_run_that_falls_back_goes_on(write_model, tmp_path, monkeypatch, stage
     """Round-to-nearest begins anew, but nothing is measured twice."""
     monkeypatch.setattr(recipe, "smoothquant", harmful)
     monkeypatch.setattr(recipe, "LARGEST_ERROR", {8: 1e9, 4: 1e9})
-    source, options = open_checkpoint(write_model()), QuantizeOptions(smooth="smoothquant")
-    quantize(source, tmp_path / "whole", options)
+    folder, options = write_model(), QuantizeOptions(smooth="smoothquant")
+    source, expected = open_checkpoint(folder), whole(folder, tmp_path, options)
     last = {"round-to-nearest": 1, "measuring": VOCABULARY}
     with pytest.raises(Interrupt):
         quantize(source, tmp_path / "out", options, stop_at(stage, last[stage]))
@@ -330,7 +344,7 @@ def test_a_run_that_falls_back_goes_on(write_model, tmp_path, monkeypatch, stage
     quantize(source, tmp_path / "out", options, lambda *step: steps.append(step))
     assert steps_of("round-to-nearest", steps) == [0, 1, 2]
     assert (steps_of("measuring", steps) == []) == (stage == "round-to-nearest")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == expected
 
 
 def killed_run(source, out, options=None):
@@ -346,12 +360,11 @@ def killed_run(source, out, options=None):
 
 def test_a_killed_run_goes_on(write_model, tmp_path):
     source = write_model()
-    run(source, tmp_path / "whole")
     killed_run(source, tmp_path / "out")
     steps = []
     run(source, tmp_path / "out", progress=lambda *step: steps.append(step))
     assert steps_of("layers", steps) == [1, 2]
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == whole(source, tmp_path)
 
 
 @pytest.mark.parametrize("change", ["options", "calibration", "shards", "source", "version"])
@@ -376,8 +389,7 @@ def test_another_run_starts_anew_and_says_so(write_model, tmp_path, monkeypatch,
     quantize(open_checkpoint(source), tmp_path / "out", options, lambda *step: steps.append(step))
     assert "another model or other options" in caplog.text
     assert steps_of("layers", steps) == [0, 1, 2]
-    quantize(open_checkpoint(source), tmp_path / "whole", options)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == whole(source, tmp_path, options)
 
 
 @pytest.mark.parametrize(
@@ -397,8 +409,7 @@ def test_a_damaged_save_starts_anew(write_model, tmp_path, caplog, damage):
     steps = []
     run(source, tmp_path / "out", progress=lambda *step: steps.append(step))
     assert "damaged" in caplog.text and steps_of("layers", steps) == [0, 1, 2]
-    run(source, tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == whole(source, tmp_path)
 
 
 def test_faults_of_the_model_leave_nothing_though_saved(write_model, tmp_path):
@@ -424,8 +435,7 @@ def test_two_runs_into_one_folder(write_model, tmp_path):
 
     run(source, tmp_path / "out", progress=again)
     assert refused
-    run(source, tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == whole(source, tmp_path)
 
 
 @pytest.mark.parametrize(("stage", "done"), [("layers", 1), ("measuring", VOCABULARY)])
@@ -447,8 +457,7 @@ def test_a_disk_that_fills_up(write_model, tmp_path, stage, done):
     steps = []
     run(source, tmp_path / "out", progress=lambda *step: steps.append(step))
     assert steps_of("layers", steps)[:1] == ([1] if stage == "layers" else [2])
-    run(source, tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "out") == whole(source, tmp_path)
 
 
 def test_a_full_disk_is_refused_before_work(write_model, tmp_path, monkeypatch):

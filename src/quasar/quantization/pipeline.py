@@ -246,7 +246,7 @@ class _Run:
             if self.point is not None:
                 restore(trial, self.point)
                 done = self.point.state["layers"]
-                log.warning("going on at layer %d of %d", done + 1, self.config.layers)
+                log.warning("going on after layer %d of %d", done, self.config.layers)
             self._write("layers", trial.advance, done, lambda n: save(self._state(layers=n)))
             norm = final_norm(self.checkpoint, self.config)
             head = head_rows(self.checkpoint, self.config)
