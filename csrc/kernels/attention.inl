@@ -24,8 +24,9 @@
 // over 3 kv heads: 6 rows at context 2048 take 224 us, which is what their dpbf16, fma and
 // exponentials need; one row takes 55 us, half of it memory. Keys and values are fetched two runs
 // ahead into L2: fetching into L1 is held up by its few miss registers (137 us), not fetching
-// costs 145 us. The same rows with a window of 512 take 0.26 of the time; without BF16 instructions
-// they take 1.3 times as long (scores need two fma a pair), with AVX2 1.5, with SSE2 alone 4.8.
+// costs 145 us. In turns, on a busy machine: the same rows with a window of 512 take 0.26 of the
+// time; without BF16 instructions they take 1.3 times as long (scores need two fma a pair), with
+// AVX2 1.5, with SSE2 alone 4.8.
 
 constexpr int64_t lanes = 16;
 constexpr int64_t query_tile = 24;          // query vectors that pass over the cache together

@@ -14,15 +14,14 @@
 //
 // A row's unit is its total over the group, in the form that the product wants it, then the codes.
 //
-// Measured, avx512 on one core of a shared Zen 4 server that read 30 GB/s, in CPU time, groups of
-// 32, weights from memory, shapes of a 0.5B model: time of W4A8 / time of W8A8 for
-//     rows         1     2     4     6     8    16    32
-//               0.57  0.57  0.65  0.90  1.06  1.14  1.15
+// Measured, passes of a 0.5B model with its head, groups of 32, 128 tokens of context, two cores of a
+// Zen 4 server: time of W4A8 / time of W8A8 for
+//     rows                  1     2     4     6     8    16    32
+//     avx512 at 64 GB/s  0.66  0.69  0.81  1.01  1.16  1.19  1.25
+//     avx2 at 58 GB/s    0.70  0.73  0.70  0.71  0.71  0.69  0.68
 // 0.56 is the ratio of the bytes. Up to 4 rows memory is the limit, from 6 on the multipliers are:
-// they take 16 dot products and 2 multiply-adds a row for 32 x 32 weights, 1.15 of W8A8 (18.4 cycles
-// in registers). So a slower memory, as two cores have that share it, moves the ratio at 6 rows down.
-// With groups of 64 it was 0.81 at 6 rows and 1.01 at 32. In avx2 W4A8 takes 0.65 of W8A8 at any
-// number of rows, since 16 bits hold the sums of a group.
+// they take 16 dot products and 2 multiply-adds a row for 32 x 32 weights. In avx2 16 bits hold the
+// sums of a group, so that bytes are multiplied where W8A8 must widen them first.
 
 constexpr int64_t kRunValues = 32;                // inputs whose sums a product may keep narrow
 constexpr int64_t kWordBytes = 2 * kTileOutputs;  // scales and zero points of a part's group
