@@ -121,7 +121,7 @@ using Query = Products::Query;
 inline void store_rounded(uint16_t* to, F16 x, int64_t count) { store_bf16(to, x, count); }
 inline void store_rounded(float* to, F16 x, int64_t count) { store(to, round_bf16(x), count); }
 
-// x [head_dim] fp32, perhaps normed, its leading 2 * pairs dimensions rotated, then rounded to BF16.
+// x [head_dim] fp32, perhaps normed, the leading 2 * pairs dimensions rotated, rounded to BF16.
 template <bool kNorm, class Value>
 inline void place(const RowSource<kNorm>& x, int64_t head_dim, const float* cos, const float* sin,
                   int64_t pairs, Value* out) {

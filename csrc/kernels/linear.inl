@@ -4,7 +4,7 @@
 // of inputs is packed and prepared: 16 of them, or a group of W4A8.
 //
 // A weight block holds 32 outputs, in one part or two of kTileOutputs; a part holds its units one
-// after the other. A tile is up to P::kRows rows x kTileOutputs outputs: two registers of sums a row
+// after the other. A tile is up to P::kRows rows x kTileOutputs outputs, two registers of sums a row
 // (left and right), two that hold the step's weights and one the broadcast of a row's four bytes.
 // For W8A8 and BF16 that is 14 x 32 in avx512, in avx2 6 x 16, where a register has half the lanes
 // and there are half as many. Rows are prepared into tiles, [words][rows of the tile], so a step

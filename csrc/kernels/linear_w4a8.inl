@@ -8,14 +8,14 @@
 // round: fused multiply-adds, or not, give equal bits on all tiers.
 //
 // Layout. One stream: for each group the scales and zero points of a part's outputs, 16 bits each,
-// then the codes, in steps of 4 inputs. A byte holds the codes of two outputs, the left side's below
-// and the right side's above, so a load gives both registers of a step by `& 15` and `>> 4`. A group
+// then the codes, in steps of 4 inputs. A byte holds codes of two outputs, the left side's below
+// and the right side's above: a load gives both registers of a step by `& 15` and `>> 4`. A group
 // of 32 takes 4.5 bits a weight.
 //
 // A row's unit is its total over the group, in the form that the product wants it, then the codes.
 //
-// Measured, passes of a 0.5B model with its head, groups of 32, 128 tokens of context, two cores of a
-// Zen 4 server: time of W4A8 / time of W8A8 for
+// Measured, passes of a 0.5B model with its head, groups of 32, 128 tokens of context, two cores of
+// a Zen 4 server: time of W4A8 / time of W8A8 for
 //     rows                  1     2     4     6     8    16    32
 //     avx512 at 64 GB/s  0.66  0.69  0.81  1.01  1.16  1.19  1.25
 //     avx2 at 58 GB/s    0.70  0.73  0.70  0.71  0.71  0.69  0.68

@@ -72,7 +72,8 @@ inline void store_bytes(I32 codes, int32_t* values, int64_t stride) {
   store(code, codes);
   for (int64_t i = 0; i < 4; ++i) {
     uint32_t word = 0;
-    for (int64_t k = 4; k-- > 0;) word = word << 8 | (static_cast<uint32_t>(code[4 * i + k]) & 0xff);
+    for (int64_t k = 4; k-- > 0;)
+      word = word << 8 | (static_cast<uint32_t>(code[4 * i + k]) & 0xff);
     values[i * stride] = static_cast<int32_t>(word);
   }
 }
