@@ -6,7 +6,8 @@
 ARM is SCHEME:SMOOTH:WEIGHTS[:GROUP], such as w8a8:search:rtn or w4a8:search:gptq:64. SMOOTH is also
 `compressor`: SmoothQuant with the mapping of llm-compressor, whose scales come from ranges and go
 to q, k, v and gate, up only. WEIGHTS is also `symmetric`, for W4A8: round-to-nearest without zero
-points, scale = absmax / 7. `+head` at the end gives an arm an INT8 head.
+points, scale = absmax / 7. `+hadamard` at the end rotates the inputs of `down`, `+head` gives an
+arm an INT8 head.
 
 The model is read once, all arms go through a layer before the next is read, and every arm predicts
 the same positions: N, windows of a text, and G, the BF16 verifier's own greedy answers to prompts
@@ -33,6 +34,7 @@ from quasar.bench.statistics import RESAMPLES, Rate, paired_ratio
 from quasar.cli.evaluate import prompt_passages, reference_answers, text_passages
 from quasar.kernels.reference import rms_norm
 from quasar.loading import Model, make_backend
+from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer, LayerTensors, read_layer, unobserved
 from quasar.models.tensors import EMBEDDING, FINAL_NORM, GROUPS, LINEARS, head_rows
 from quasar.quantization.calibrate import (
@@ -41,6 +43,7 @@ from quasar.quantization.calibrate import (
     calibration_text,
     sample_groups,
 )
+from quasar.quantization.hadamard import block_of
 from quasar.quantization.recipe import Recipe, default_recipe
 from quasar.quantization.simulation import Arm, Int4Linear, compare_positions, simulated
 from quasar.quantization.smooth import Smoothing, column_absmax
@@ -89,13 +92,17 @@ class Contender:
     layer: Layer | None = None
 
     @classmethod
-    def parse(cls, name: str, states: Sequence[Tensor]) -> Contender:
-        text, _, head = name.partition("+")
+    def parse(cls, name: str, states: Sequence[Tensor], config: ModelConfig) -> Contender:
+        text, *extras = name.split("+")
+        if unknown := {*extras} - {"hadamard", "head"}:
+            raise SystemExit(f"{name}: {', '.join(unknown)} is not known")
         scheme, smooth, weights, *group = text.split(":")
-        recipe = default_recipe(scheme, smooth, weights, *map(int, group))
+        block = block_of(config.intermediate_size) if "hadamard" in extras else 0
+        size = int(group[0]) if group else None
+        recipe = default_recipe(scheme, smooth, weights, size, block)
         if smooth == "compressor":
-            recipe = Compressor(recipe.format, smooth, weights)
-        return cls(name, recipe, weights == "symmetric", head == "head", list(states))
+            recipe = Compressor(recipe.format, smooth, weights, block)
+        return cls(name, recipe, weights == "symmetric", "head" in extras, list(states))
 
     def quantize(self, config, tensors, sample, pool, made) -> Layer:
         """The layer as this arm computes it; `made` keeps what arms can share."""
@@ -107,7 +114,7 @@ class Contender:
             made[self.recipe] = (
                 QuantizedLayer.round(tensors, self.recipe.format)
                 if self.recipe == self.recipe.plain
-                else self.recipe.apply(tensors, sample, config, pool).layer
+                else self.recipe.apply(tensors, sample, config, pool).verified
             )
         return simulated(config, made[self.recipe])
 
@@ -220,7 +227,7 @@ def main() -> None:
     passages = windows + answers(model, args)
     embedding = model.checkpoint.tensor(EMBEDDING)
     reference = [embedding[torch.tensor(p.tokens)].float() for p in passages]
-    arms = [Contender.parse(name, reference) for name in args.arms]
+    arms = [Contender.parse(name, reference, model.config) for name in args.arms]
     text = calibration_text(model.tokenizer, args.calib)
     with workers() as pool:
         run_layers(model, text, arms, reference, pool)

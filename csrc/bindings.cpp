@@ -38,10 +38,10 @@ struct Linear {
   quasar_linear spec;
 
   Linear(Address weight, Address scale, Address bias, int64_t out_features, int64_t in_features,
-         int32_t precision, int32_t group_size, int32_t gated)
+         int32_t precision, int32_t group_size, int32_t gated, int32_t rotation)
       : spec{at<const void>(weight), at<const float>(scale), at<const float>(bias),
              out_features,           in_features,            precision,
-             group_size,             gated} {}
+             group_size,             gated,                  rotation} {}
 };
 
 struct Attention {
@@ -152,6 +152,11 @@ class Kernels {
     tier_->pack(&weight.spec, at<void>(packed), threads_);
   }
 
+  void rotate(Address x, int64_t rows, int64_t columns, int64_t block) {
+    Turn turn(*this);
+    tier_->rotate(at<float>(x), rows, columns, block, threads_);
+  }
+
   void norm_linear(const Linear& linear, int64_t rows, Address x, Address norm, float eps,
                    Address out) {
     Turn turn(*this);
@@ -254,7 +259,7 @@ class Kernels {
   };
 
   void* linear_scratch(const Linear& linear, int64_t rows) {
-    return scratch_.reserve(tier_->linear_scratch_bytes(rows, linear.spec.in_features));
+    return scratch_.reserve(tier_->linear_scratch_bytes(&linear.spec, rows));
   }
 
   const quasar_tier* tier_ = nullptr;
@@ -287,7 +292,8 @@ NB_MODULE(_native, m) {
   nb::class_<Weight>(m, "Weight")
       .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, int32_t>());
   nb::class_<Linear>(m, "Linear")
-      .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, int32_t, int32_t>());
+      .def(nb::init<Address, Address, Address, int64_t, int64_t, int32_t, int32_t, int32_t,
+                    int32_t>());
   nb::class_<Attention>(m, "Attention")
       .def(nb::init<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, float, float, Address,
                     Address, Address, Address, int64_t>());
@@ -299,6 +305,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", &Kernels::isa)
       .def("packed_bytes", &Kernels::packed_bytes)
       .def("pack", &Kernels::pack)
+      .def("rotate", &Kernels::rotate)
       .def("norm_linear", &Kernels::norm_linear)
       .def("norm_gated", &Kernels::norm_gated)
       .def("linear", &Kernels::linear)

@@ -19,13 +19,14 @@ struct quasar_weight {
 };
 
 // A packed linear layer. `gated`: an activation; blocks of 32 rows then hold 16 gate rows and the 16
-// up rows of the same outputs, and out_features counts the rows of both.
+// up rows of the same outputs, and out_features counts the rows of both. `rotation`: a block size of
+// kernels/rotation.inl, which divides in_features, or 0; of W8A8 and W4A8.
 struct quasar_linear {
   const void* weight;   // packed, see kernels/linear_*.inl
   const float* scale;   // W8A8 alone: [out_features padded to 32]
   const float* bias;    // likewise, of any, or null
   int64_t out_features, in_features;
-  int32_t precision, group_size, gated;
+  int32_t precision, group_size, gated, rotation;
 };
 
 // Rotary grouped-query attention over a paged BF16 cache.
@@ -58,7 +59,7 @@ struct quasar_tier {
   // linear
   size_t (*packed_bytes)(const quasar_weight*);
   void (*pack)(const quasar_weight*, void* packed, int32_t threads);
-  size_t (*linear_scratch_bytes)(int64_t rows, int64_t in_features);
+  size_t (*linear_scratch_bytes)(const quasar_linear*, int64_t rows);
   void (*norm_linear)(const quasar_linear*, const float* x, int64_t rows, const float* norm,
                       float eps, void* scratch, float* out, int32_t threads);
   void (*norm_gated)(const quasar_linear*, const float* x, int64_t rows, const float* norm,
@@ -67,6 +68,7 @@ struct quasar_tier {
                  int32_t threads);
   void (*linear_add)(const quasar_linear*, const float* a, int64_t rows, void* scratch, float* x,
                      int32_t threads);
+  void (*rotate)(float* x, int64_t rows, int64_t columns, int64_t block, int32_t threads);
   void (*norm_add)(const float* y, int64_t rows, int64_t columns, const float* norm, float eps,
                    float* x, int32_t threads);
 

@@ -13,6 +13,7 @@ namespace {
 //
 #include "kernels/exp.inl"
 #include "kernels/norm.inl"
+#include "kernels/rotation.inl"
 //
 #include "kernels/linear_tile.inl"
 //
@@ -50,6 +51,7 @@ const quasar_tier QUASAR_TABLE(QUASAR_TIER) = {
     norm_gated,
     linear,
     linear_add,
+    rotate,
     norm_add,
     cache_block_bytes,
     attention_scratch_bytes,

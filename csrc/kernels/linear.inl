@@ -360,9 +360,29 @@ static auto with_product(int32_t precision, int32_t group_size, const Work& work
   return work(W4A8<128>());
 }
 
+// Every row, normed and rotated, into `to`, which may be where the rows are.
+static void rotate_rows(const Input& input, int64_t block, float* to, int threads) {
+  Queue queue;
+  parallel(threads, [&](int32_t) {
+    queue.each(input.rows, [&](int64_t m) {
+      const float* x = input.x + m * input.count;
+      float* row = to + m * input.count;
+      if (!input.norm) return rotate_row(RowSource<false>{x, nullptr, 1.0f}, input.count, block, row);
+      const float inverse = inverse_rms(x, input.count, input.eps);
+      rotate_row(RowSource<true>{x, input.norm, inverse}, input.count, block, row);
+    });
+  });
+}
+
 template <Result kResult>
-static void run_linear(const quasar_linear* layer, const Input& input, void* scratch, float* out,
+static void run_linear(const quasar_linear* layer, Input input, void* scratch, float* out,
                        int threads) {
+  if (layer->rotation) {
+    float* const rotated = static_cast<float*>(scratch);
+    rotate_rows(input, layer->rotation, rotated, threads);
+    input = {rotated, nullptr, 0.0f, input.rows, input.count};
+    scratch = rotated + input.rows * input.count;
+  }
   with_product(layer->precision, layer->group_size, [&](auto product) {
     run_linear<decltype(product), kResult>(*layer, input, scratch, out, threads);
   });
@@ -400,9 +420,15 @@ static void pack(const quasar_weight* weight, void* packed, int32_t threads) {
   });
 }
 
-static size_t linear_scratch_bytes(int64_t rows, int64_t in_features) {
-  const int64_t bf16 = words_of<Bf16>(in_features), w4a8 = words_of<W4A8<32>>(in_features);
-  return Rows::bytes(rows, bf16 > w4a8 ? bf16 : w4a8);
+static void rotate(float* x, int64_t rows, int64_t columns, int64_t block, int32_t threads) {
+  rotate_rows({x, nullptr, 0.0f, rows, columns}, block, x, threads);
+}
+
+static size_t linear_scratch_bytes(const quasar_linear* layer, int64_t rows) {
+  const size_t rotated = layer->rotation ? static_cast<size_t>(rows * layer->in_features * 4) : 0;
+  return rotated + with_product(layer->precision, layer->group_size, [&](auto product) {
+           return Rows::bytes(rows, words_of<decltype(product)>(layer->in_features));
+         });
 }
 
 static void norm_linear(const quasar_linear* layer, const float* x, int64_t rows, const float* norm,

@@ -30,6 +30,11 @@ inline FloatPart select(IntPart mask, FloatPart yes, FloatPart no) {
 inline IntPart select(IntPart mask, IntPart yes, IntPart no) {
   return (IntPart)_mm256_blendv_epi8((__m256i)no, (__m256i)yes, (__m256i)mask);
 }
+template <int N>
+inline FloatPart exchange(FloatPart x) {
+  if constexpr (N == 4) return _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_permute_ps(x, N == 2 ? 0x4e : 0xb1);
+}
 inline uint32_t lane_bits(IntPart mask) {
   return static_cast<uint32_t>(_mm256_movemask_ps((FloatPart)mask));
 }

@@ -91,6 +91,13 @@ inline I32 exclusive_or(I32 a, I32 b, I32 c) {
 }
 inline I32 max(I32 a, I32 b) { return (I32)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 
+// Lane i gets lane i ^ N.
+template <int N>
+inline F16 exchange(F16 x) {
+  if constexpr (N >= 4) return _mm512_shuffle_f32x4(x, x, N == 8 ? 0x4e : 0xb1);
+  return _mm512_permute_ps(x, N == 2 ? 0x4e : 0xb1);
+}
+
 inline float reduce_max(F16 x) { return _mm512_reduce_max_ps(x); }
 inline int32_t reduce_max(I32 x) { return _mm512_reduce_max_epi32((__m512i)x); }
 inline float reduce_add(F16 x) { return _mm512_reduce_add_ps(x); }

@@ -2,9 +2,9 @@
 // halved until a half is one register, and arithmetic is left to the compiler's vectors.
 //
 // A tier first defines FloatPart and IntPart, GCC vectors of one register, and for them what it
-// does with instructions of its own: splat_part, fma, max, min, nearest, to_int, select, lane_bits.
-// And `keep`, which leaves a sum in its register: GCC would first add up the products of several
-// steps, and spill.
+// does with instructions of its own: splat_part, fma, max, min, nearest, to_int, select, exchange,
+// lane_bits. And `keep`, which leaves a sum in its register: GCC would first add up the products of
+// several steps, and spill.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "pairs lie with the even value below");
 
 template <class T>
@@ -181,6 +181,14 @@ inline F16 times_power(F16 x, F16 n) {
   const I32 power = to_int(n), half = shift_signed<1>(power);
   const auto two_to = [](I32 e) { return as_float(shift_left<23>(e + splat(127))); };
   return x * two_to(half) * two_to(power - half);
+}
+
+template <int N, class T>
+inline Two<T> exchange(Two<T> x) {
+  if constexpr (2 * N * sizeof(float) == sizeof x)
+    return {x.high, x.low};
+  else
+    return {exchange<N>(x.low), exchange<N>(x.high)};
 }
 
 template <class T, class Join>

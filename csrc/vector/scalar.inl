@@ -30,6 +30,10 @@ inline FloatPart min(FloatPart a, FloatPart b) { return select((IntPart)(a < b),
 // 1.5 2^23 + x has no room for fractions, and the low bits of its pattern are x.
 inline FloatPart nearest(FloatPart x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 inline IntPart to_int(FloatPart x) { return (IntPart)(x + 0x1.8p23f) - 0x4b400000; }
+template <int N>
+inline FloatPart exchange(FloatPart x) {
+  return FloatPart{x[0 ^ N], x[1 ^ N], x[2 ^ N], x[3 ^ N]};
+}
 inline uint32_t lane_bits(IntPart mask) {
   return (mask[0] & 1) | (mask[1] & 2) | (mask[2] & 4) | (mask[3] & 8);
 }

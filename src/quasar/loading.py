@@ -18,7 +18,7 @@ from quasar import __version__
 from quasar.checkpoints import open_checkpoint
 from quasar.checkpoints.base import Checkpoint
 from quasar.checkpoints.hub import HubModel, download, parse_id, title
-from quasar.checkpoints.scheme import parse_scheme
+from quasar.checkpoints.scheme import parse_rotation, parse_scheme
 from quasar.errors import CheckpointError, UsageError
 from quasar.files import read_json
 from quasar.kernels import select
@@ -66,7 +66,8 @@ def _check_texts(folder: Path) -> None:
     parse_config(config)
     if config.get("quantization_config") is not None:
         where = f"{folder / 'config.json'}: quantization_config"
-        parse_scheme(config["quantization_config"], where)
+        scheme = parse_scheme(config["quantization_config"], where)
+        parse_rotation(config, scheme, str(folder / "config.json"))
     tokenizer_file(folder)
 
 

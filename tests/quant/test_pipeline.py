@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import resource
 import shutil
@@ -439,8 +440,9 @@ def test_two_runs_into_one_folder(write_model, tmp_path):
 
 
 @pytest.mark.parametrize(("stage", "done"), [("layers", 1), ("measuring", VOCABULARY)])
-def test_a_disk_that_fills_up(write_model, tmp_path, stage, done):
+def test_a_disk_that_fills_up(write_model, tmp_path, monkeypatch, stage, done):
     """One clear error, at a save point or at the end; with room again the run goes on."""
+    monkeypatch.setattr(saving, "SHARE", math.inf)  # a save point after every layer
     source = write_model()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 

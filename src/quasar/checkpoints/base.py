@@ -35,6 +35,8 @@ class Checkpoint(Protocol):
     """`safetensors`, `gguf` or `compressed-tensors`."""
     precision: str = "bf16"
     """That of the linears, as a verifier is named."""
+    down_rotation: int = 0
+    """Size of the blocks in which a verifier is to rotate the inputs of `down`; 0: none."""
     config: Mapping[str, Any]
     """The keys of config.json; GGUF metadata is translated to them."""
     generation_config: Mapping[str, Any]

@@ -18,7 +18,7 @@ from torch import Tensor
 from quasar.checkpoints.base import to_bfloat16
 from quasar.checkpoints.hf import Entry, SafetensorsCheckpoint
 from quasar.checkpoints.packing import PACKED, SCALE, SHAPE, ZERO, unpack, words
-from quasar.checkpoints.scheme import parse_scheme
+from quasar.checkpoints.scheme import parse_rotation, parse_scheme
 from quasar.errors import CheckpointError
 from quasar.kernels.base import Int4Weight, Int8Weight, LinearWeight
 
@@ -33,6 +33,7 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         quantization = config["quantization_config"]
         self.scheme = parse_scheme(quantization, f"{path / 'config.json'}: quantization_config")
+        self.down_rotation = parse_rotation(config, self.scheme, str(path / "config.json"))
         super().__init__(path, config)
         self.precision = self.scheme.precision
         self.quantization = quantization

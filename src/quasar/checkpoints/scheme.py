@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quasar.errors import CheckpointError
-from quasar.kernels.base import GROUP_SIZES
+from quasar.kernels.base import GROUP_SIZES, ROTATIONS
 
 _TOP: dict[str, tuple[Any, ...]] = {
     "quant_method": ("compressed-tensors",),
@@ -46,6 +46,11 @@ _SAFE_PATTERN = re.compile(r"re:\^?(?:\.\*)?(?:[\w-]|\\?\.)*(?:\.\*)?\$?")
 """Names with `.*` at either end. A free regular expression could take for ever to match."""
 
 
+EXTENSION, ROTATED_INPUTS, DOWN = "quasar", "rotated_inputs", "mlp.down_proj"
+"""Keys of config.json that other engines do not know: {quasar: {rotated_inputs: {module: block}}}.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How the linears of a folder are stored."""
@@ -73,6 +78,31 @@ class Scheme:
             for pattern in self.ignore
             if pattern.startswith("re:")
         )
+
+
+def parse_rotation(config: Mapping[str, Any], scheme: Scheme, where: str) -> int:
+    """Size of the blocks in which a verifier is to rotate the inputs of `down`; 0: none are.
+
+    Other engines compute what is stored. CheckpointError, naming the key, for what is malformed.
+    """
+    extension = config.get(EXTENSION)
+    if extension is None:
+        return 0
+    where = f"{where}: {EXTENSION}"
+    if not isinstance(extension, dict) or list(extension) != [ROTATED_INPUTS]:
+        raise CheckpointError(f"{where} {extension!r}: only {ROTATED_INPUTS!r} is known in it")
+    modules = extension[ROTATED_INPUTS]
+    if not isinstance(modules, dict) or list(modules) != [DOWN]:
+        raise CheckpointError(f"{where}.{ROTATED_INPUTS} {modules!r}: only {DOWN!r} can be rotated")
+    block = modules[DOWN]
+    if type(block) is not int or block not in ROTATIONS:
+        raise CheckpointError(
+            f"{where}.{ROTATED_INPUTS}.{DOWN} {block!r} is no power of two from {ROTATIONS[0]} to "
+            f"{ROTATIONS[-1]}"
+        )
+    if scheme.name != "w8a8":
+        raise CheckpointError(f"{where}.{ROTATED_INPUTS}: only W8A8 weights can be rotated")
+    return block
 
 
 def parse_scheme(quantization: Any, where: str) -> Scheme:

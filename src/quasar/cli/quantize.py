@@ -46,6 +46,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="UTF-8 text to calibrate on; its last quarter is held out to measure on "
         "(default: builtin, the package's own text)",
     )
+    parser.add_argument(
+        "--hadamard",
+        choices=("on", "off"),
+        help="whether our w8a8 verifier rotates the inputs of down_proj before it rounds them, "
+        "which spreads their outliers; the stored weights are the same (default: on for w8a8 "
+        "with --smooth search)",
+    )
     parser.add_argument("--head", default="bf16", help="precision of the stored head: bf16")
     parser.add_argument(
         "--shard-size",
@@ -78,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         args.smooth,
         args.weights,
         args.group_size,
+        None if args.hadamard is None else args.hadamard == "on",
         file,
         args.shard_size or SHARD_BYTES,
     )

@@ -29,11 +29,16 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """W8A8: weight = codes * scale; codes [out, in] int8, scale [out] fp32, bias as above."""
+    """W8A8: weight = codes * scale; codes [out, in] int8, scale [out] fp32, bias as above.
+
+    Where `rotation` is not 0 this weight is W H: blocks of so many inputs are rotated by a Hadamard
+    matrix H before they become integers (`Backend`; QuaRot, arXiv 2404.00456).
+    """
 
     codes: Tensor
     scale: Tensor
     bias: Tensor | None = None
+    rotation: int = 0
 
     @property
     def out_features(self) -> int:
@@ -45,7 +50,8 @@ class Int4Weight:
     """W4A8: weight = (codes - zero) * scale, scale and zero one for each group of inputs of a row.
 
     codes [out, in] uint8 in 0..15, one a byte; scale [out, groups] fp32 > 0 with at most 5
-    significant bits; zero [out, groups] uint8 in 0..15; bias as above. Groups are of equal size.
+    significant bits; zero [out, groups] uint8 in 0..15; bias and rotation as above. Groups are of
+    equal size.
 
     An integer sum over a group of 128 has at most 18 bits, so its product with the scale is exact
     in fp32: fused or not, a multiply-add has the same bits. Scale (8 bits of exponent, 4 of
@@ -56,6 +62,7 @@ class Int4Weight:
     scale: Tensor
     zero: Tensor
     bias: Tensor | None = None
+    rotation: int = 0
 
     @property
     def out_features(self) -> int:
@@ -95,6 +102,8 @@ class Int4Weight:
 
 GROUP_SIZES = (32, 64, 128)
 """Of Int4Weight."""
+ROTATIONS = tuple(2**n for n in range(4, 13))
+"""Block sizes of a Hadamard rotation."""
 LinearWeight = DenseWeight | Int8Weight | Int4Weight
 Activation = Literal["silu", "gelu_tanh"]
 """silu(g) = g / (1 + e^-g); gelu_tanh(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3)))."""
@@ -112,12 +121,24 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
     if len(dense) == len(weights):
         return DenseWeight(torch.cat([w.weight for w in dense]), bias)
     int8 = [w for w in weights if isinstance(w, Int8Weight)]
-    if len(int8) == len(weights):
-        return Int8Weight(_stack(int8, "codes"), _stack(int8, "scale"), bias)
     int4 = [w for w in weights if isinstance(w, Int4Weight)]
-    if len(int4) != len(weights) or len({w.group_size for w in int4}) > 1:
-        raise ValueError("linears that are fused must share one precision and group size")
-    return Int4Weight(_stack(int4, "codes"), _stack(int4, "scale"), _stack(int4, "zero"), bias)
+    forms = {(w.group_size, w.rotation) for w in int4} | {w.rotation for w in int8}
+    if len(weights) not in (len(int8), len(int4)) or len(forms) > 1:
+        raise ValueError("linears that are fused must share one precision, group size and rotation")
+    if int8:
+        codes, scale = _stack(int8, "codes"), _stack(int8, "scale")
+        return Int8Weight(codes, scale, bias, int8[0].rotation)
+    codes, scale, zero = (_stack(int4, name) for name in ("codes", "scale", "zero"))
+    return Int4Weight(codes, scale, zero, bias, int4[0].rotation)
+
+
+def check_rotation(columns: int, block: int) -> None:
+    """Raise ValueError for blocks that no kernel rotates; 0 is no rotation."""
+    if block and (block not in ROTATIONS or columns % block):
+        raise ValueError(
+            f"{columns} inputs cannot be rotated in blocks of {block}: a power of two from "
+            f"{ROTATIONS[0]} to {ROTATIONS[-1]} that divides them is needed"
+        )
 
 
 def _stack(weights: Sequence[LinearWeight], name: str) -> Tensor:
@@ -267,8 +288,10 @@ class Backend(Protocol):
 
     "prepare" is what a linear does to its fp32 input: W8A8 quantises each row to INT8
     (scale = absmax / 127, codes = round-to-nearest-even(x * (127 / absmax)), all zero when absmax
-    is 0); BF16 rounds to nearest even. RMSNorm is (x * (1 / sqrt(mean(x^2) + eps))) * weight, the
-    sum taken in fp64 and rounded to fp32 once.
+    is 0); BF16 rounds to nearest even. Before that, a weight whose `rotation` is B has every block
+    of B inputs rotated: x times fp32 B^-1/2, then for s = 1, 2, 4 ... B / 2 the values i and i + s
+    of each 2 s (i < s) become their sum and their difference, in fp32. RMSNorm is
+    (x * (1 / sqrt(mean(x^2) + eps))) * weight, the sum taken in fp64 and rounded to fp32 once.
     W8A8 product: float(int32 sum) * weight_scale[n] * row_scale[m] in that order, then + bias.
     W4A8 prepares as W8A8 does. Its product: the sum of float(int32 sum of (code - zero) * a) *
     weight_scale[n, group] over the groups, ascending, in fp32; then * row_scale[m], then + bias.
@@ -279,6 +302,9 @@ class Backend(Protocol):
     threads: int
     block_size: int
     """Cache slots a block."""
+
+    def rotate(self, x: Tensor, block: int) -> None:
+        """x [rows, columns] fp32 becomes x H, the rotation that "prepare" has."""
 
     def pack(self, weight: LinearWeight) -> PackedLinear: ...
 

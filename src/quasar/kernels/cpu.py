@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from quasar.kernels.base import (
     PackedLinear,
     Peaks,
     RaggedBatch,
+    check_rotation,
 )
 
 _native: Any
@@ -92,6 +93,7 @@ class _Rows:
     """[out, groups] uint8, of W4A8."""
     bias: Tensor | None
     """[out] fp32."""
+    rotation: int = 0
 
     @classmethod
     def of(cls, weight: LinearWeight) -> _Rows:
@@ -99,16 +101,17 @@ class _Rows:
         if isinstance(weight, DenseWeight):
             rows, dtype = cls("bf16", weight.weight, None, None, weight.bias), torch.bfloat16
         elif isinstance(weight, Int8Weight):
-            rows = cls("w8a8", weight.codes, weight.scale, None, weight.bias)
+            rows = cls("w8a8", weight.codes, weight.scale, None, weight.bias, weight.rotation)
             dtype = torch.int8
         else:
             weight.check()
-            rows = cls("w4a8", weight.codes, weight.scale, weight.zero, weight.bias)
-            dtype = torch.uint8
+            parts = (weight.codes, weight.scale, weight.zero, weight.bias)
+            rows, dtype = cls("w4a8", *parts, weight.rotation), torch.uint8
         shape = tuple(rows.values.shape)
         if len(shape) != 2 or 0 in shape:
             raise ValueError(f"a linear's weight must be a matrix, not {shape}")
         _check("a linear's weight", rows.values, dtype, shape)
+        check_rotation(shape[1], rows.rotation)
         for name, tensor in (("scale", rows.scale), ("bias", rows.bias), ("zero", rows.zero)):
             if tensor is not None:
                 grouped = tensor.shape[1:] if rows.zero is not None and name != "bias" else ()
@@ -171,6 +174,12 @@ class CpuBackend:
         self._norm_add = self._kernels.norm_add
         self._attend = self._kernels.attend
 
+    def rotate(self, x: Tensor, block: int) -> None:
+        rows, columns = x.shape
+        check_rotation(columns, block)
+        _check("what is rotated", x, torch.float32, (rows, columns))
+        self._kernels.rotate(x.data_ptr(), rows, columns, block)
+
     def pack(self, weight: LinearWeight) -> PackedLinear:
         rows = _Rows.of(weight)
         return self._packed(rows, rows.values.shape[0], gated=0)
@@ -179,13 +188,18 @@ class CpuBackend:
         self, gate: LinearWeight, up: LinearWeight, activation: str = "silu"
     ) -> PackedLinear:
         one, two = _Rows.of(gate), _Rows.of(up)
-        kinds = [(rows.precision, rows.values.shape, rows.group_size) for rows in (one, two)]
+        kinds = [
+            (rows.precision, rows.values.shape, rows.group_size, rows.rotation)
+            for rows in (one, two)
+        ]
         if kinds[0] != kinds[1]:
-            raise ValueError("gate and up must share precision, shape and group size")
-        both = _Rows(
-            one.precision,
-            _interleave(one.values, two.values),
-            *(_pair(getattr(one, name), getattr(two, name)) for name in ("scale", "zero", "bias")),
+            raise ValueError("gate and up must share precision, shape, group size and rotation")
+        both = replace(
+            one,
+            values=_interleave(one.values, two.values),
+            scale=_pair(one.scale, two.scale),
+            zero=_pair(one.zero, two.zero),
+            bias=_pair(one.bias, two.bias),
         )
         gated = _native.ACTIVATIONS[activation]
         return self._packed(both, 2 * one.values.shape[0], gated)
@@ -203,7 +217,7 @@ class CpuBackend:
         padded = [None if vector is None else _pad(vector) for vector in vectors]
         handle = _native.Linear(
             *(packed.data_ptr(), *(_address(vector) for vector in padded)),
-            *(out_features, columns, precision, group_size, gated),
+            *(out_features, columns, precision, group_size, gated, rows.rotation),
         )
         tensors = (packed, *(vector for vector in padded if vector is not None))
         nbytes = sum(tensor.nbytes for tensor in tensors)

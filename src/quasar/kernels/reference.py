@@ -25,6 +25,7 @@ from quasar.kernels.base import (
     PackedLinear,
     Peaks,
     RaggedBatch,
+    check_rotation,
     concatenate,
 )
 
@@ -42,12 +43,15 @@ class ReferenceLinear:
     bias: Tensor | None
     activation: Activation = "silu"
     """Of the gate, where `pack_gated` made it."""
+    rotation: int = 0
 
     def __call__(self, row: Tensor) -> Tensor:
         """row [in] fp32 -> [out] fp32."""
         if self.scale is None:
             product = self.weight.float() @ row.bfloat16().float()
         else:
+            if self.rotation:
+                row = hadamard_rotated(row, self.rotation)
             codes, row_scale = quantize_rows(row[None])
             if self.scale.ndim == 1:
                 product = integer_product(codes, self.weight).float() * self.scale
@@ -85,6 +89,18 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     # A scalar over a tensor would be reciprocal() * 127 in torch: two roundings instead of one.
     factor = torch.where(absmax > 0, torch.full_like(absmax, 127.0) / absmax, 0.0)
     return (x * factor).round().clamp(-127, 127).to(torch.int8), absmax / 127.0
+
+
+def hadamard_rotated(x: Tensor, block: int) -> Tensor:
+    """x [..., n] fp32 with every block of `block` values times the normed Hadamard matrix."""
+    x = x * block**-0.5
+    half = 1
+    while half < block:
+        pairs = x.view(*x.shape[:-1], -1, 2, half)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((low + high, low - high), dim=-2).view(x.shape)
+        half *= 2
+    return x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -163,8 +179,12 @@ class ReferenceBackend:
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
 
+    def rotate(self, x: Tensor, block: int) -> None:
+        x[:] = hadamard_rotated(x, block)
+
     def pack(self, weight: LinearWeight) -> ReferenceLinear:
         scale: Tensor | None
+        rotation = 0 if isinstance(weight, DenseWeight) else weight.rotation
         if isinstance(weight, DenseWeight):
             values, scale, precision = weight.weight, None, "bf16"
         elif isinstance(weight, Int8Weight):
@@ -177,7 +197,11 @@ class ReferenceBackend:
         bias = None if weight.bias is None else weight.bias.float()
         out_features, in_features = values.shape
         nbytes = values.numel() * values.element_size()
-        return ReferenceLinear(precision, out_features, in_features, nbytes, values, scale, bias)
+        check_rotation(in_features, rotation)
+        parts = (values, scale, bias)
+        return ReferenceLinear(
+            precision, out_features, in_features, nbytes, *parts, rotation=rotation
+        )
 
     def pack_gated(
         self, gate: LinearWeight, up: LinearWeight, activation: Activation = "silu"

@@ -214,21 +214,27 @@ def attention_specs(
     ]
 
 
+def unchanged(weight: LinearWeight) -> LinearWeight:
+    return weight
+
+
 def load_decoder(
     checkpoint: Checkpoint,
     config: ModelConfig,
     backend: Backend,
     head: Callable[[Tensor], LinearWeight] = DenseWeight,
+    down: Callable[[LinearWeight], LinearWeight] = unchanged,
 ) -> Decoder:
-    """Stream a checkpoint into packed form; `head` makes the output layer of its BF16 rows.
+    """Stream a checkpoint into packed form.
 
+    `head` makes the output layer of its BF16 rows, `down` what is computed of a stored linear.
     File pages are let go after each part, so the peak is the packed model and one part.
     Raises CheckpointError for a missing, leftover or misshapen tensor, before anything is packed.
     """
     check_model(checkpoint, config)
     layers = []
     for index in range(config.layers):
-        layers.append(_load_layer(checkpoint, config, index, backend))
+        layers.append(_load_layer(checkpoint, config, index, backend, down))
         checkpoint.release()
     trim_heap()
     embedding = checkpoint.tensor(EMBEDDING)
@@ -242,7 +248,11 @@ def load_decoder(
 
 
 def _load_layer(
-    checkpoint: Checkpoint, config: ModelConfig, index: int, backend: Backend
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    index: int,
+    backend: Backend,
+    down: Callable[[LinearWeight], LinearWeight],
 ) -> DecoderLayer:
     linears, norms = read_linears(checkpoint, config, index), read_norms(checkpoint, config, index)
     groups = {group: tuple(linears[name] for name in names) for group, names in GROUPS.items()}
@@ -260,7 +270,7 @@ def _load_layer(
         o=backend.pack(*groups["o"]),
         post_norm=rows[POST_NORM],
         gate_up=backend.pack_gated(gate, up, config.activation),
-        down=backend.pack(*groups["down"]),
+        down=backend.pack(down(*groups["down"])),
         q_norm=norms.get(Q_NORM),
         k_norm=norms.get(K_NORM),
         o_norm=rows.get(O_NORM),

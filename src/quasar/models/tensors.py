@@ -138,9 +138,10 @@ def _rows(weight: LinearWeight, rows: slice) -> LinearWeight:
     bias = None if weight.bias is None else weight.bias[rows]
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.weight[rows], bias)
+    codes, scale, rotation = weight.codes[rows], weight.scale[rows], weight.rotation
     if isinstance(weight, Int8Weight):
-        return Int8Weight(weight.codes[rows], weight.scale[rows], bias)
-    return Int4Weight(weight.codes[rows], weight.scale[rows], weight.zero[rows], bias)
+        return Int8Weight(codes, scale, bias, rotation)
+    return Int4Weight(codes, scale, weight.zero[rows], bias, rotation)
 
 
 def storable_norm(weight: Tensor, config: ModelConfig) -> Tensor:

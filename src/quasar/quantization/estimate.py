@@ -94,7 +94,7 @@ def _measured(source: Source, progress: ProgressCallback) -> float:
 
 def _trial(source: Source, pool: Executor) -> Trial:
     table = source.checkpoint.tensor(EMBEDDING)
-    return Trial(source.config, source.options.recipe, source.text, table, pool)
+    return Trial(source.config, source.recipe, source.text, table, pool)
 
 
 def _reading(source: Source) -> float:

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from quasar import __version__
 from quasar.checkpoints.base import Checkpoint
+from quasar.checkpoints.scheme import DOWN, EXTENSION, ROTATED_INPUTS
 from quasar.checkpoints.shards import SHARD_BYTES, plan
 from quasar.checkpoints.writer import CheckpointWriter
 from quasar.errors import CheckpointError, UsageError
+from quasar.kernels.base import ROTATIONS
 from quasar.memory import peak_memory, trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.families import parse_config
@@ -42,6 +44,7 @@ from quasar.models.tensors import (
     linear_shapes,
 )
 from quasar.quantization.calibrate import SEQUENCE_TOKENS, CalibrationText, calibration_text
+from quasar.quantization.hadamard import block_of
 from quasar.quantization.recipe import (
     GROUP_SIZES,
     SCHEMES,
@@ -72,6 +75,8 @@ class QuantizeOptions:
     """How weights are rounded; None for the scheme's default."""
     group_size: int | None = None
     """Input channels that share a scale, for 4-bit weights; None for the default."""
+    hadamard: bool | None = None
+    """Whether a verifier rotates inputs of `down`; None: if smoothing is searched, for W8A8."""
     calibration: Path | None = None
     """A UTF-8 text; None for the built-in one."""
     shard_bytes: int = SHARD_BYTES
@@ -90,14 +95,26 @@ class QuantizeOptions:
                 )
         if self.group_size is not None and self.scheme == "w8a8":
             raise UsageError("--group-size: w8a8 has one scale a row of weights, no groups")
+        if self.hadamard and self.scheme != "w8a8":
+            raise UsageError("--hadamard on: only w8a8 weights can be rounded once more")
         if self.group_size not in (None, *GROUP_SIZES):
             raise UsageError(
                 f"--group-size {self.group_size} is none of {', '.join(map(str, GROUP_SIZES))}"
             )
 
-    @property
-    def recipe(self) -> Recipe:
-        return default_recipe(self.scheme, self.smooth, self.weights, self.group_size)
+    def recipe(self, config: ModelConfig) -> Recipe:
+        """For this model; UsageError where its inputs of `down` cannot be rotated as asked."""
+        wanted, block = self.hadamard, 0
+        if wanted is None:
+            wanted = self.smooth == "search" and self.scheme == "w8a8"
+        if wanted:
+            block = block_of(config.intermediate_size)
+            if self.hadamard and not block:
+                raise UsageError(
+                    f"--hadamard on: no power of two from {ROTATIONS[0]} on divides the "
+                    f"{config.intermediate_size} inputs of down_proj"
+                )
+        return default_recipe(self.scheme, self.smooth, self.weights, self.group_size, block)
 
 
 def quantize(
@@ -128,6 +145,7 @@ class Source:
     tokenizer: Tokenizer
     text: CalibrationText
     options: QuantizeOptions
+    recipe: Recipe
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, options: QuantizeOptions) -> Source:
@@ -137,24 +155,25 @@ class Source:
             )
         config = parse_config(checkpoint.config)
         check_model(checkpoint, config)
-        check_groups(config, options.recipe.format)
+        recipe = options.recipe(config)
+        check_groups(config, recipe.format)
         tokenizer = load_tokenizer(checkpoint)
         longest = min(SEQUENCE_TOKENS, config.context_length)
         text = calibration_text(tokenizer, options.calibration, longest)
-        return cls(checkpoint, config, tokenizer, text, options)
+        return cls(checkpoint, config, tokenizer, text, options, recipe)
 
     def key(self, fingerprint: str) -> str:
         """Equal for runs that make the same folder, the name of the calibration file included."""
         digest = hashlib.sha256()
         for ids in (*self.text.calibration, *self.text.held_out):
             digest.update(ids.numpy().tobytes() + b"end")
-        options = (self.options.recipe, self.options.shard_bytes, self.text.name)
+        options = (self.recipe, self.options.shard_bytes, self.text.name)
         versions = (__version__, torch.__version__)
         return f"{fingerprint} {digest.hexdigest()} {options} {versions}"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names, shapes and types of all that is written if no linear stays in BF16: no data."""
-        layer = blank_layer(self.config, self.options.recipe.format)
+        layer = blank_layer(self.config, self.recipe.format)
         for index in range(self.config.layers):
             for name, tensor in layer.stored(self.config):
                 yield layer_prefix(index) + name, tensor
@@ -214,7 +233,7 @@ class _Run:
         self.started = time.perf_counter()
         self.source, self.writer, self.progress = source, writer, progress
         self.checkpoint, self.config = source.checkpoint, source.config
-        self.recipe = source.options.recipe
+        self.recipe = source.recipe
         self.fingerprint = self.checkpoint.fingerprint()
         self.point = writer.resume(source.key(self.fingerprint))
         state = self.point.state if self.point else {}
@@ -351,7 +370,8 @@ class _Run:
 
     def _finish(self, result: TrialResult, kept: bool) -> Report:
         """Everything but the tensors; then the folder becomes visible."""
-        config = folder_config(self.checkpoint, self.recipe.format, self.dense)
+        recipe = self.recipe if kept else self.recipe.plain
+        config = folder_config(self.checkpoint, recipe, self.dense)
         self.writer.add_json("config.json", config)
         with self.writer.failures():
             self.source.tokenizer.save(self.writer.folder)
@@ -386,13 +406,14 @@ def scaled_columns(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def folder_config(
-    checkpoint: Checkpoint, weight_format: WeightFormat, dense: Sequence[str] = ()
+    checkpoint: Checkpoint, recipe: Recipe, dense: Sequence[str] = ()
 ) -> dict[str, Any]:
     """config.json of the quantised folder; `dense` names the linears left in BF16.
 
     For W8A8 only fields that every release of compressed-tensors accepts: its classes forbid
-    unknown ones.
+    unknown ones. What other engines need not know is under a key of its own.
     """
+    weight_format = recipe.format
     config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
     # GGUF does not name the class; transformers calls it so for every family supported here.
     config.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])
@@ -409,6 +430,8 @@ def folder_config(
         group["weights"]["group_size"] = weight_format.group_size
         # The library would take 4-bit weights with quantised inputs to be int-quantized.
         group["format"] = format
+    if recipe.rotation:
+        config[EXTENSION] = {ROTATED_INPUTS: {DOWN: recipe.rotation}}
     return config | {
         "torch_dtype": "bfloat16",
         "quantization_config": {

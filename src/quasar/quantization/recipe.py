@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quasar.kernels.base import DenseWeight
+from quasar.kernels.base import DenseWeight, Int8Weight
 from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
 from quasar.models.tensors import GROUPS
 from quasar.quantization.calibrate import GroupSample, LayerSample
 from quasar.quantization.gptq import InverseFactor, compensated_codes
+from quasar.quantization.hadamard import rotate_with_matrix, rotated
 from quasar.quantization.search import CHECKING_TOKENS, Candidate, search_scales, shape_of
 from quasar.quantization.simulation import relative_errors
 from quasar.quantization.smooth import UNSMOOTHED, Smoothing, fold, smoothquant
@@ -30,6 +31,8 @@ from quasar.quantization.weights import (
 SMOOTHING = ("search", "smoothquant", "none")
 WEIGHTS = ("rtn", "clip", "gptq")
 SCHEMES = ("w8a8", "w4a8")
+ROTATED = "down"
+"""The group whose inputs a verifier may rotate."""
 GROUP_SIZES = (32, 64, 128)
 LARGEST_ERROR = {8: 0.1, 4: 0.35}
 """Relative error of a linear, by bits, above which its group is not worth quantising."""
@@ -38,6 +41,9 @@ LARGEST_ERROR = {8: 0.1, 4: 0.35}
 @dataclass(frozen=True, slots=True)
 class LayerResult:
     layer: QuantizedLayer
+    """As it is stored."""
+    verified: QuantizedLayer
+    """As a verifier computes it."""
     smoothing: Smoothing
     """Scales as they came out."""
 
@@ -47,6 +53,8 @@ class Recipe:
     format: WeightFormat
     smooth: str = "search"
     weights: str = "rtn"
+    rotation: int = 0
+    """Size of the blocks in which a verifier rotates the inputs of `down` (`hadamard.py`), or 0."""
 
     @property
     def scheme(self) -> str:
@@ -54,7 +62,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        return f"{self.smooth}, {self.weights}"
+        return f"{self.smooth}, {self.weights}" + (", hadamard" if self.rotation else "")
 
     @property
     def plain(self) -> Recipe:
@@ -72,7 +80,7 @@ class Recipe:
         trim_heap()
         result = self._quantize(tensors, smoothing, sample, config, workers)
         rows = {group: sample[group].checking.thinned(CHECKING_TOKENS).rows for group in GROUPS}
-        errors = relative_errors(tensors, result.layer, result.smoothing.scales, rows, config)
+        errors = relative_errors(tensors, result.verified, result.smoothing.scales, rows, config)
         limit = LARGEST_ERROR[self.format.bits]
         bad = {group for group, names in GROUPS.items() if max(errors[n] for n in names) > limit}
         if not bad:
@@ -99,7 +107,16 @@ class Recipe:
         linears: dict[str, QuantizedWeight | DenseWeight] = {}
         for part in workers.map(quantize, GROUPS):
             linears |= part
-        return LayerResult(QuantizedLayer.of(folded, linears), Smoothing(scales, smoothing.labels))
+        layer = QuantizedLayer.of(folded, linears)
+        return LayerResult(layer, self._verified(layer), Smoothing(scales, smoothing.labels))
+
+    def _verified(self, layer: QuantizedLayer) -> QuantizedLayer:
+        (name,) = GROUPS[ROTATED]
+        weight = layer.linears[name]
+        if not self.rotation or not isinstance(weight, Int8Weight):
+            return layer
+        found = rotated(weight, self.rotation, rotate_with_matrix)
+        return QuantizedLayer(layer.norms, {**layer.linears, name: found})
 
     def _smoothing(
         self, tensors: LayerTensors, sample: LayerSample, config: ModelConfig, workers: Executor
@@ -144,14 +161,18 @@ class Recipe:
 
 
 def default_recipe(
-    scheme: str, smooth: str = "search", weights: str | None = None, group_size: int | None = None
+    scheme: str,
+    smooth: str = "search",
+    weights: str | None = None,
+    group_size: int | None = None,
+    rotation: int = 0,
 ) -> Recipe:
     """A scheme with what measured best for it where nothing is said.
 
     W8A8: the noise is in the activations; GPTQ changed the KL by less than 2 % (SmolLM2-135M).
     """
     if scheme == "w8a8":
-        return Recipe(WeightFormat(), smooth, weights or "rtn")
+        return Recipe(WeightFormat(), smooth, weights or "rtn", rotation)
     return Recipe(WeightFormat(4, group_size or GROUP_SIZES[0]), smooth, weights or "gptq")
 
 

@@ -58,6 +58,7 @@ class Report:
                 "name": error.name,
                 "scheme": error.scheme if self.kept else self.recipe.scheme,
                 "smoothing": error.smoothing if self.kept else "none",
+                "rotation": error.rotation if self.kept else 0,
                 "relative_error": error.recipe if self.kept else error.rtn,
                 "relative_error_rtn": error.rtn,
             }

@@ -22,6 +22,7 @@ from quasar.kernels.reference import quantize_rows
 from quasar.models.config import ModelConfig
 from quasar.models.layer import FloatLinear, Layer, Product, head_chunks
 from quasar.models.tensors import GROUPS
+from quasar.quantization.hadamard import rotate_with_matrix
 from quasar.quantization.smooth import Scales, output_scales
 from quasar.quantization.weights import QuantizedLayer, dequantize, round_to_nearest
 
@@ -36,7 +37,7 @@ class Int8Linear:
     weight: Int8Weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        codes, scale = quantize_rows(x)
+        codes, scale = prepared(x, self.weight.rotation)
         sums = torch._int_mm(codes, self.weight.codes.t())
         product = sums.float() * self.weight.scale * scale
         return product if self.weight.bias is None else product + self.weight.bias
@@ -49,12 +50,20 @@ class Int4Linear:
     """
 
     def __init__(self, weight: Int4Weight) -> None:
-        self.values, self.bias = dequantize(weight), weight.bias
+        self.values, self.bias, self.rotation = dequantize(weight), weight.bias, weight.rotation
 
     def __call__(self, x: Tensor) -> Tensor:
-        codes, scale = quantize_rows(x)
+        codes, scale = prepared(x, self.rotation)
         product = F.linear(codes.float(), self.values) * scale
         return product if self.bias is None else product + self.bias
+
+
+def prepared(x: Tensor, rotation: int) -> tuple[Tensor, Tensor]:
+    """What a linear makes of its inputs [rows, in]: codes int8, and a scale a row [rows, 1]."""
+    if rotation:
+        x = x.clone()
+        rotate_with_matrix(x, rotation)
+    return quantize_rows(x)
 
 
 def simulated_linear(weight: LinearWeight | Int4Weight) -> Product:

@@ -69,6 +69,8 @@ class LinearError:
     scheme: str
     """That of the recipe, or bf16."""
     smoothing: str
+    rotation: int
+    """Size of the blocks in which a verifier rotates its inputs, or 0."""
     recipe: float
     rtn: float
 
@@ -128,10 +130,10 @@ class Trial:
         layer = Layer(self.config, index, tensors)
         rows = self._move(self.bf16, layer, SampledRows)
         plain = QuantizedLayer.round(tensors, self.recipe.format)
-        result = LayerResult(plain, UNSMOOTHED)
+        result = LayerResult(plain, plain, UNSMOOTHED)
         if self.recipe != self.recipe.plain:
             result = self._calibrated(layer, tensors)
-        for states, arm in ((self.rtn, plain), (self.quantized, result.layer)):
+        for states, arm in ((self.rtn, plain), (self.quantized, result.verified)):
             self._move(states, simulated(self.config, index, arm), lambda: unobserved)
         held_out = {g: torch.cat([part[g] for part in rows]) for g in GROUPS}
         self._record(layer_prefix(index), tensors, result, plain, held_out)
@@ -152,16 +154,16 @@ class Trial:
         held_out: Mapping[str, Tensor],
     ) -> None:
         scales = result.smoothing.scales
-        recipe = relative_errors(tensors, result.layer, scales, held_out, self.config)
+        recipe = relative_errors(tensors, result.verified, scales, held_out, self.config)
         rtn = relative_errors(tensors, plain, {}, held_out, self.config)
         for group, names in GROUPS.items():
             label = result.smoothing.labels.get(group, "none")
             for name in names:
-                dense = isinstance(result.layer.linears[name], DenseWeight)
-                scheme = "bf16" if dense else self.recipe.scheme
-                self.errors.append(
-                    LinearError(prefix + name, scheme, label, recipe[name], rtn[name])
-                )
+                weight = result.verified.linears[name]
+                scheme = "bf16" if isinstance(weight, DenseWeight) else self.recipe.scheme
+                rotation = 0 if isinstance(weight, DenseWeight) else weight.rotation
+                figures = (rotation, recipe[name], rtn[name])
+                self.errors.append(LinearError(prefix + name, scheme, label, *figures))
 
     def _move(self, states: list[Tensor], layer: Layer, make: Callable[[], Seen]) -> list[Seen]:
         """Replace the hidden states of each sequence by the layer's output; gives the observers."""

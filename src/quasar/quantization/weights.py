@@ -146,7 +146,7 @@ def quantize_head(rows: Tensor) -> Int8Weight:
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """[out, in] fp32."""
+    """[out, in] fp32, for inputs that are rotated where the weight is."""
     if isinstance(weight, Int8Weight):
         return weight.codes.float() * weight.scale[:, None]
     grouped = by_group(weight.codes.float(), weight.scale.shape[1])

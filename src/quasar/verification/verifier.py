@@ -9,12 +9,21 @@ from torch import Tensor
 
 from quasar.cache import KVCache
 from quasar.checkpoints.base import Checkpoint
-from quasar.errors import UsageError
-from quasar.kernels.base import Backend, Buffer, DenseWeight, LinearWeight, RaggedBatch
+from quasar.checkpoints.scheme import DOWN, EXTENSION
+from quasar.errors import CheckpointError, UsageError
+from quasar.kernels.base import (
+    Backend,
+    Buffer,
+    DenseWeight,
+    Int8Weight,
+    LinearWeight,
+    RaggedBatch,
+)
 from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.decoder import Decoder, load_decoder
 from quasar.models.families import parse_config
+from quasar.quantization.hadamard import rotated
 from quasar.quantization.head import GROUP_SIZE, quantize_head_int4
 from quasar.quantization.weights import quantize_head
 
@@ -92,6 +101,18 @@ def load_verifier(
             f"--head w4a8 needs groups of {GROUP_SIZE} inputs, which do not divide "
             f"{checkpoint.path}'s hidden size of {config.hidden_size}"
         )
-    decoder = load_decoder(checkpoint, config, backend, HEADS[head_precision])
+    block = checkpoint.down_rotation
+    if config.intermediate_size % (block or 1):
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.json'}: blocks of {block} inputs ({EXTENSION}) do not "
+            f"divide the {config.intermediate_size} inputs of {DOWN}"
+        )
+
+    def down(weight: LinearWeight) -> LinearWeight:
+        if not block or not isinstance(weight, Int8Weight):
+            return weight
+        return rotated(weight, block, backend.rotate)
+
+    decoder = load_decoder(checkpoint, config, backend, HEADS[head_precision], down)
     trim_heap()  # what was packed: 56 MB of SmolLM2-135M's head otherwise stay for ever
     return Verifier(decoder, precision, head_precision)

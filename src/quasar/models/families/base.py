@@ -52,6 +52,7 @@ HARMLESS = frozenset(
         "pretraining_tp",
         "problem_type",
         "quantization_config",
+        "quasar",
         "repetition_penalty",
         "resid_pdrop",
         "return_dict",

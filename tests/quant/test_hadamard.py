@@ -1,0 +1,152 @@
+"""Folders whose verifier rotates the inputs of down_proj: same weights, closer to the target."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quasar.cache import KVCache
+from quasar.checkpoints import open_checkpoint
+from quasar.errors import CheckpointError, UsageError
+from quasar.kernels.base import Backend, RaggedBatch
+from quasar.kernels.reference import ReferenceBackend
+from quasar.models.families import parse_config
+from quasar.models.layer import logits
+from quasar.quantization.pipeline import QuantizeOptions, quantize
+from quasar.verification.verifier import load_verifier
+
+MARK = {"rotated_inputs": {"mlp.down_proj": 64}}
+SIZES = {"intermediate_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch):
+    monkeypatch.setattr("quasar.quantization.calibrate.CALIBRATION_TOKENS", 800)
+    monkeypatch.setattr("quasar.quantization.calibrate.HELD_OUT_TOKENS", 200)
+
+
+@pytest.fixture
+def folders(write_model, tmp_path):
+    """One model with outliers in the input of down, quantised for either."""
+    source = write_model("llama", **SIZES)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("up_proj.weight"):
+            tensor[5] *= 30
+        if name.endswith("down_proj.weight"):
+            tensor[:, 5] /= 30
+    save_file(tensors, source / "model.safetensors")
+    made = {}
+    for hadamard in (True, False):
+        made[hadamard] = tmp_path / f"out-{hadamard}"
+        options = QuantizeOptions(smooth="none", hadamard=hadamard)
+        quantize(open_checkpoint(source), made[hadamard], options)
+    return source, made
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def verified(folder, backend: Backend | None = None) -> torch.Tensor:
+    """Logits [40, vocabulary] of some tokens."""
+    backend = backend or ReferenceBackend()
+    verifier = load_verifier(open_checkpoint(folder), "w8a8", "bf16", backend)
+    tokens = [3 * i % 200 for i in range(40)]
+    cache: KVCache = verifier.new_cache(64)
+    batch = RaggedBatch.chunk(tokens, 0, cache.open(64))
+    return verifier.verify(batch, cache).logits.tensor[:40].clone()
+
+
+def test_the_stored_weights_are_the_same(folders):
+    _, made = folders
+    on, off = (load_file(made[flag] / "model.safetensors") for flag in (True, False))
+    assert on.keys() == off.keys()
+    assert all(torch.equal(on[name], off[name]) for name in on)
+    assert config_of(made[True])["quasar"] == MARK and "quasar" not in config_of(made[False])
+    report = json.loads((made[True] / "quantization_report.json").read_text())
+    blocks = {entry["name"].split(".", 3)[3]: entry["rotation"] for entry in report["linears"]}
+    assert blocks.pop("mlp.down_proj") == 64 and set(blocks.values()) == {0}
+
+
+def test_a_verifier_that_rotates_is_closer_to_the_target(folders):
+    source, made = folders
+    checkpoint = open_checkpoint(source)
+    tokens = torch.tensor([3 * i % 200 for i in range(40)])
+    expected = logits(checkpoint, parse_config(checkpoint.config), tokens)
+    on, off = ((verified(made[flag]) - expected).norm() for flag in (True, False))
+    assert on < 0.7 * off
+
+
+def test_the_report_measures_what_the_verifier_computes(folders):
+    """The error of `down` on the card falls as the rotation spreads its outlier."""
+    _, made = folders
+    found = {}
+    for flag, folder in made.items():
+        report = json.loads((folder / "quantization_report.json").read_text())
+        entries = [e for e in report["linears"] if e["name"].endswith("down_proj")]
+        found[flag] = max(entry["relative_error"] for entry in entries)
+        assert all(entry["relative_error_rtn"] > 0 for entry in entries)
+    assert found[True] < 0.6 * found[False]
+
+
+def test_w8a8_with_search_rotates_by_default(write_model, tmp_path):
+    for scheme, smooth, expected in (
+        ("w8a8", "search", True),
+        ("w8a8", "smoothquant", False),
+        ("w8a8", "none", False),
+        ("w4a8", "search", False),
+    ):
+        source = write_model("llama", intermediate_size=64, hidden_size=64, head_dim=16)
+        config = QuantizeOptions(scheme, smooth).recipe(_config(source))
+        assert bool(config.rotation) == expected, (scheme, smooth)
+
+
+def _config(folder):
+    return parse_config(open_checkpoint(folder).config)
+
+
+def test_what_cannot_be_rotated_is_refused(write_model):
+    with pytest.raises(UsageError, match="--hadamard on: only w8a8"):
+        QuantizeOptions(scheme="w4a8", hadamard=True)
+    odd = _config(write_model("llama", intermediate_size=40))
+    with pytest.raises(UsageError, match=r"--hadamard on: no power of two.* the 40 inputs"):
+        QuantizeOptions(hadamard=True).recipe(odd)
+    assert QuantizeOptions().recipe(odd).rotation == 0
+
+
+@pytest.mark.parametrize(
+    ("extension", "named"),
+    [
+        ([], r"quasar \[\]: only 'rotated_inputs'"),
+        ({"other": 1}, "only 'rotated_inputs' is known"),
+        (MARK | {"other": 1}, "only 'rotated_inputs' is known"),
+        ({"rotated_inputs": 64}, "rotated_inputs 64: only 'mlp.down_proj'"),
+        ({"rotated_inputs": {"mlp.up_proj": 64}}, "only 'mlp.down_proj' can be rotated"),
+        ({"rotated_inputs": {"mlp.down_proj": 48}}, "down_proj 48 is no power of two"),
+        ({"rotated_inputs": {"mlp.down_proj": "64"}}, "down_proj '64' is no power of two"),
+        ({"rotated_inputs": {"mlp.down_proj": 64.0}}, "down_proj 64.0 is no power of two"),
+        ({"rotated_inputs": {"mlp.down_proj": True}}, "down_proj True is no power of two"),
+        ({"rotated_inputs": {"mlp.down_proj": 8192}}, "down_proj 8192 is no power of two"),
+        ({"rotated_inputs": {"mlp.down_proj": 128}}, "blocks of 128 inputs .* the 64 inputs"),
+    ],
+)
+def test_a_malformed_mark_is_refused(folders, extension, named):
+    folder = folders[1][True]
+    config = config_of(folder) | {"quasar": extension}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=named) as error:
+        verified(folder)
+    assert str(folder / "config.json") in str(error.value)
+
+
+def test_only_w8a8_folders_can_have_the_mark(write_model, tmp_path):
+    source = write_model("llama", intermediate_size=64, hidden_size=64, head_dim=16)
+    quantize(open_checkpoint(source), tmp_path / "out", QuantizeOptions(scheme="w4a8"))
+    config = config_of(tmp_path / "out") | {"quasar": MARK}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="only W8A8 weights can be rotated"):
+        open_checkpoint(tmp_path / "out")
