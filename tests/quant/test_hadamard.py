@@ -34,6 +34,8 @@ def folders(write_model, tmp_path):
     source = write_model("llama", **SIZES)
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[3:5] /= 40  # only those of `down`
         if name.endswith("up_proj.weight"):
             tensor[5] *= 30
         if name.endswith("down_proj.weight"):
@@ -90,7 +92,7 @@ def test_the_report_measures_what_the_verifier_computes(folders):
         entries = [e for e in report["linears"] if e["name"].endswith("down_proj")]
         found[flag] = max(entry["relative_error"] for entry in entries)
         assert all(entry["relative_error_rtn"] > 0 for entry in entries)
-    assert found[True] < 0.6 * found[False]
+    assert found[True] < 0.8 * found[False]
 
 
 def test_w8a8_with_search_rotates_by_default(write_model, tmp_path):

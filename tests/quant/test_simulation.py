@@ -48,7 +48,7 @@ def test_four_bit_products():
 def test_an_int8_head_is_an_arm(monkeypatch):
     monkeypatch.setattr(simulation, "HEAD_CHUNK", 16)
     generator = torch.Generator().manual_seed(5)
-    head = torch.randn(50, 12, generator=generator).bfloat16()
+    head = torch.randn(50, 12, generator=generator).bfloat16()  # 12 inputs: none are rotated
     hidden = torch.randn(9, 12, generator=generator)
     targets = torch.randint(0, 50, (9,), generator=generator)
     _, found = measure([Arm(hidden), Arm(hidden, int8_head=True)], head, targets)
@@ -56,12 +56,6 @@ def test_an_int8_head_is_an_arm(monkeypatch):
     rounded = torch.log_softmax(Int8Linear(round_to_nearest(head.float()))(hidden).double(), -1)
     kl = (exact.exp() * (exact - rounded)).sum(dim=-1).mean()
     assert found.kl == pytest.approx(float(kl), rel=1e-2) and found.kl > 0
-    scale = 2.0 ** torch.randint(-3, 4, (12,), generator=generator)
-    smoothed = Arm(hidden * scale, int8_head=True)
-    back = Arm(hidden * scale, int8_head=True, scale=scale)
-    rows = head.float()
-    assert torch.equal(back.logits(rows), Arm(hidden, int8_head=True).logits(rows * scale))
-    assert not torch.equal(back.logits(rows), smoothed.logits(rows))
 
 
 def measure(arms, head, targets):

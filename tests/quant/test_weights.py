@@ -7,14 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quasar.quantization import weights
 from quasar.quantization.weights import (
     WeightFormat,
     clipped_grid,
     covering_grid,
     dequantize,
     grid_error,
-    quantize_head,
     round_to_nearest,
 )
 
@@ -41,15 +39,6 @@ def test_rows_without_size_get_a_positive_scale():
     assert quantized.scale[:2].tolist() == [1.0, 1.0]
     assert quantized.codes[:2].abs().max() == 0
     assert torch.isfinite(dequantize(quantized)).all()
-
-
-def test_head_is_the_same_in_chunks(monkeypatch):
-    rows = torch.randn(103, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
-    whole = round_to_nearest(rows.float())
-    monkeypatch.setattr(weights, "HEAD_CHUNK_ROWS", 10)
-    head = quantize_head(rows)
-    assert torch.equal(head.codes, whole.codes)
-    assert torch.equal(head.scale, whole.scale)
 
 
 def four_bits(weight, size=32):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quasar.engine.scheduler import Limits
 from quasar.models.config import ModelConfig
-from quasar.quantization.weights import HEAD_CHUNK_ROWS
+from quasar.quantization.head import CHUNK_ROWS
 
 ELEMENT_BYTES = {"bf16": 2, "w8a8": 1, "w4a8": 0.5 + 2 / 32}
 """Of packed weights. Those of W4A8 come with 16 bits for each group, of 32 at least."""
@@ -21,8 +21,8 @@ UNPACKED_BYTES = {"bf16": 2, "w8a8": 1, "w4a8": 1 + 5 / 32}
 """Of weights on their way, as the operations take them."""
 CHUNK_COPIES = {"w8a8": 3, "w4a8": 5}
 """Chunks of a head in fp32 at a time while it is rounded."""
-PREPARED_BYTES = 3
-"""Of an activation as products read it: 1 to 3."""
+PREPARED_BYTES = 5
+"""Of an activation as products read it, 1 to 3; before it was rounded it may be there rotated."""
 SCALE_BYTES = 4
 """Each row of an INT8 weight has one fp32 scale."""
 PAGE = 2 << 20
@@ -136,7 +136,7 @@ def loading_bytes(config: ModelConfig, precision: str, mapped: bool) -> int:
         head = table + packed + (0 if mapped else table)
     else:  # rounded from the table's rows
         rounded = table / 2 * UNPACKED_BYTES[precision]
-        chunks = CHUNK_COPIES[precision] * 4 * HEAD_CHUNK_ROWS * config.hidden_size
+        chunks = CHUNK_COPIES[precision] * 4 * CHUNK_ROWS * config.hidden_size
         head = table + math.ceil(rounded) + chunks
     # Gate and up are laid side by side, then interleaved, before they are packed.
     return layers + max(one + 2 * gated, head)

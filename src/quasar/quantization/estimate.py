@@ -83,7 +83,7 @@ def _measured(source: Source, progress: ProgressCallback) -> float:
         progress("estimating", 1, 3)
         started = time.perf_counter()
         head = head_rows(checkpoint, config)[:HEAD_CHUNK]
-        trial.result(final_norm(checkpoint, config), head, None, lambda done, total: None)
+        trial.result(final_norm(checkpoint, config), head, lambda done, total: None)
         piece = time.perf_counter() - started
         checkpoint.release()
     progress("estimating", 2, 3)

@@ -31,7 +31,7 @@ from quasar.kernels.base import ROTATIONS
 from quasar.memory import peak_memory, trim_heap
 from quasar.models.config import ModelConfig
 from quasar.models.families import parse_config
-from quasar.models.layer import LayerTensors, head_chunks, read_layer
+from quasar.models.layer import LayerTensors, read_layer
 from quasar.models.tensors import (
     EMBEDDING,
     FINAL_NORM,
@@ -269,9 +269,8 @@ class _Run:
             self._write("layers", trial.advance, done, lambda n: save(self._state(layers=n)))
             norm = final_norm(self.checkpoint, self.config)
             head = head_rows(self.checkpoint, self.config)
-            scale = self._head_scale(trial, norm, head)
-            self._write_tables(scale)
-            result = self._measured(trial, norm, head, scale)
+            self._write_tables()
+            result = self._measured(trial, norm, head)
         self.writer.save(self._state(result=asdict(result)), {})
         return result
 
@@ -282,20 +281,12 @@ class _Run:
         self.checkpoint.release()
         return trial
 
-    def _head_scale(self, trial: Trial, norm: Tensor, head: Tensor) -> Tensor | None:
-        """A tied head is the embedding, which no scale may change."""
-        if self.recipe.smooth != "search" or self.config.tied_embeddings:
-            return None
-        return trial.head_scale(norm, head)
-
-    def _measured(
-        self, trial: Trial, norm: Tensor, head: Tensor, scale: Tensor | None
-    ) -> TrialResult:
+    def _measured(self, trial: Trial, norm: Tensor, head: Tensor) -> TrialResult:
         def progress(done: int, total: int) -> None:
             self.checkpoint.release()
             self.progress("measuring", done, total)
 
-        result = trial.result(norm, head, scale, progress)
+        result = trial.result(norm, head, progress)
         self._check_finite(result)
         return result
 
@@ -334,7 +325,7 @@ class _Run:
         """All tensors by round-to-nearest."""
         format = self.recipe.format
         self._write("round-to-nearest", lambda _, x: QuantizedLayer.round(x, format))
-        self._write_tables(None)
+        self._write_tables()
 
     def _write(
         self,
@@ -357,15 +348,9 @@ class _Run:
             save(index + 1)
         self.progress(stage, layers, layers)
 
-    def _write_tables(self, scale: Tensor | None) -> None:
-        """What is copied. `scale` [hidden], powers of two, moves from the norm to the head."""
+    def _write_tables(self) -> None:
         for name in self.source.tables:
-            table = self.checkpoint.tensor(name)
-            if scale is not None and name == FINAL_NORM:
-                table = (table.float() / scale).bfloat16()
-            if scale is not None and name == HEAD:
-                table = scaled_columns(table, scale)
-            self.writer.add(name, table)
+            self.writer.add(name, self.checkpoint.tensor(name))
             self.checkpoint.release()
 
     def _finish(self, result: TrialResult, kept: bool) -> Report:
@@ -395,14 +380,6 @@ def blank_layer(config: ModelConfig, format: WeightFormat) -> QuantizedLayer:
     with torch.device("meta"):
         tensors = {name: torch.empty(shape) for name, shape in layer_shapes(config).items()}
         return QuantizedLayer.round(tensors, format)
-
-
-def scaled_columns(rows: Tensor, scale: Tensor) -> Tensor:
-    """rows [vocab, hidden] bf16 times scale [hidden], a chunk in fp32 at a time."""
-    scaled = torch.empty_like(rows)
-    for start, chunk in head_chunks(rows):
-        scaled[start : start + len(chunk)] = chunk * scale
-    return scaled
 
 
 def folder_config(

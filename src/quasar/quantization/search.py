@@ -134,9 +134,6 @@ def shape_of(group: str, config: ModelConfig) -> Shape:
     )
 
 
-POWERS_OF_TWO = Shape(spread=nearest_power_of_two)
-
-
 def search_scales(
     weights: Sequence[Tensor], sample: GroupSample, format: WeightFormat, shape: Shape
 ) -> Candidate | None:

@@ -23,8 +23,9 @@ from quasar.models.config import ModelConfig
 from quasar.models.layer import FloatLinear, Layer, Product, head_chunks
 from quasar.models.tensors import GROUPS
 from quasar.quantization.hadamard import rotate_with_matrix
+from quasar.quantization.head import quantize_head
 from quasar.quantization.smooth import Scales, output_scales
-from quasar.quantization.weights import QuantizedLayer, dequantize, round_to_nearest
+from quasar.quantization.weights import QuantizedLayer, dequantize
 
 HEAD_CHUNK, POSITIONS = 4096, 256
 """Vocabulary rows by text positions in one tile of logits: 4 MB."""
@@ -145,14 +146,10 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A model at the end of a text: its final norm's outputs [positions, hidden] fp32.
-
-    With an INT8 head they are divided by `scale` [hidden], the head's columns multiplied by it.
-    """
+    """A model at the end of a text: its final norm's outputs [positions, hidden] fp32."""
 
     hidden: Tensor
     int8_head: bool = False
-    scale: Tensor | None = None
 
     def split(self, size: int) -> list[Arm]:
         return [replace(self, hidden=part) for part in torch.split(self.hidden, size)]
@@ -161,9 +158,7 @@ class Arm:
         """rows [chunk, hidden] fp32 of the head -> [positions, chunk]."""
         if not self.int8_head:
             return self.hidden @ rows.t()
-        if self.scale is None:
-            return Int8Linear(round_to_nearest(rows))(self.hidden)
-        return Int8Linear(round_to_nearest(rows * self.scale))(self.hidden / self.scale)
+        return Int8Linear(quantize_head(rows, rotate_with_matrix))(self.hidden)
 
 
 class _Positions:

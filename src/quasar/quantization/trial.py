@@ -29,16 +29,11 @@ from quasar.quantization.calibrate import (
     LayerInputs,
     SampledRows,
     sample_groups,
-    sample_of,
 )
 from quasar.quantization.recipe import LayerResult, Recipe
-from quasar.quantization.search import POWERS_OF_TWO, search_scales
 from quasar.quantization.simulation import Arm, Fidelity, compare, relative_errors, simulated
 from quasar.quantization.smooth import UNSMOOTHED
-from quasar.quantization.weights import QuantizedLayer, WeightFormat
-
-HEAD_ROWS = 4096
-"""Rows of the head that stand for all when its scales are searched."""
+from quasar.quantization.weights import QuantizedLayer
 
 Seen = TypeVar("Seen", bound=Observer)
 
@@ -177,31 +172,15 @@ class Trial:
         trim_heap()
         return seen
 
-    def head_scale(self, norm: Tensor, head: Tensor) -> Tensor | None:
-        """After the last layer: what to divide the final norm by, and multiply the head by.
-
-        norm [hidden] fp32, head [vocab, hidden] bf16. Powers of two: the BF16 head computes the
-        same bits, the INT8 head that a verifier makes of it has less noise. None: no gain.
-        """
-        eps = self.config.rms_norm_eps
-        parts = [rms_norm(x[:: self.stride], norm, eps) for x in self.calibration]
-        some = head[:: max(1, len(head) // HEAD_ROWS)].float()
-        found = search_scales([some], sample_of(parts), WeightFormat(), POWERS_OF_TWO)
-        return None if found is None else found.scale
-
     def result(
-        self,
-        norm: Tensor,
-        head: Tensor,
-        scale: Tensor | None,
-        progress: Callable[[int, int], None],
+        self, norm: Tensor, head: Tensor, progress: Callable[[int, int], None]
     ) -> TrialResult:
-        """After the last layer, with the final norm, the head and the scale of `head_scale`."""
+        """After the last layer, with the final norm [hidden] fp32 and the head [vocab, hidden]."""
         eps = self.config.rms_norm_eps
         outputs = [
             torch.cat([rms_norm(hidden[:-1], norm, eps) for hidden in arm])
             for arm in (self.bf16, self.quantized, self.rtn)
         ]
-        arms = [*map(Arm, outputs), Arm(outputs[1], int8_head=True, scale=scale)]
+        arms = [*map(Arm, outputs), Arm(outputs[1], int8_head=True)]
         bf16, recipe, rtn, int8 = compare(arms, head, self.targets, self.workers, progress)
         return TrialResult(bf16, recipe, rtn, int8, self.errors)

@@ -19,8 +19,6 @@ from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
 from quasar.models.tensors import LINEARS, stored_linears, stored_norms
 
-HEAD_CHUNK_ROWS = 4096
-"""Rows of a head that are held in fp32 at a time: 16 MB at 1024 columns."""
 SHRINKS = tuple(1 - 0.04 * i for i in range(9))
 """Grids that `clip` tries, as shares of the covering one. Finer or narrower ones change the error
 of Gaussian weights in groups of 32 by less than 0.3 %."""
@@ -133,16 +131,6 @@ def round_to_nearest(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
     """weight [out, in] fp32 -> INT8 with scale = absmax / 127 of the row, rounded to even."""
     grid = covering_grid(weight, WeightFormat())
     return Int8Weight(grid.codes(weight).to(torch.int8), grid.scale[:, 0, 0], bias)
-
-
-def quantize_head(rows: Tensor) -> Int8Weight:
-    """The INT8 head from the target's BF16 rows [vocab, hidden], a chunk in fp32 at a time."""
-    head = Int8Weight(torch.empty(rows.shape, dtype=torch.int8), torch.empty(rows.shape[0]))
-    for start in range(0, rows.shape[0], HEAD_CHUNK_ROWS):
-        chunk = slice(start, start + HEAD_CHUNK_ROWS)
-        part = round_to_nearest(rows[chunk].float())
-        head.codes[chunk], head.scale[chunk] = part.codes, part.scale
-    return head
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:

@@ -24,8 +24,7 @@ from quasar.models.config import ModelConfig
 from quasar.models.decoder import Decoder, load_decoder
 from quasar.models.families import parse_config
 from quasar.quantization.hadamard import rotated
-from quasar.quantization.head import GROUP_SIZE, quantize_head_int4
-from quasar.quantization.weights import quantize_head
+from quasar.quantization.head import GROUP_SIZE, quantize_head, quantize_head_int4
 
 PRECISIONS = ("bf16", "w8a8", "w4a8")
 """Verifiers by name; each is also a precision of the head."""
@@ -75,12 +74,12 @@ class Verifier:
         return Verification(self.decoder.logits(x, batch.rows, rows), states)
 
 
-HEADS: Mapping[str, Callable[[Tensor], LinearWeight]] = {
-    "bf16": DenseWeight,
-    "w8a8": quantize_head,
-    "w4a8": quantize_head_int4,
+HEADS: Mapping[str, Callable[[Tensor, Backend], LinearWeight]] = {
+    "bf16": lambda rows, backend: DenseWeight(rows),
+    "w8a8": lambda rows, backend: quantize_head(rows, backend.rotate),
+    "w4a8": lambda rows, backend: quantize_head_int4(rows, backend.rotate),
 }
-"""How the head of each precision is made of the BF16 rows."""
+"""How the head of each precision is made of the BF16 rows [vocab, hidden]."""
 
 
 def load_verifier(
@@ -113,6 +112,9 @@ def load_verifier(
             return weight
         return rotated(weight, block, backend.rotate)
 
-    decoder = load_decoder(checkpoint, config, backend, HEADS[head_precision], down)
+    def head(rows: Tensor) -> LinearWeight:
+        return HEADS[head_precision](rows, backend)
+
+    decoder = load_decoder(checkpoint, config, backend, head, down)
     trim_heap()  # what was packed: 56 MB of SmolLM2-135M's head otherwise stay for ever
     return Verifier(decoder, precision, head_precision)
