@@ -61,19 +61,17 @@ def test_heads_are_the_same_in_chunks(monkeypatch, columns, block):
         assert head4.rotation == block
 
 
-@pytest.mark.parametrize("make", [quantize_head, quantize_head_int4])
-def test_a_channel_that_stands_out_does_no_harm(make):
-    """The final norm of SmolLM2-135M has channels of 20 times the others."""
+def test_a_channel_that_stands_out_does_no_harm():
     g, backend = torch.Generator().manual_seed(0), ReferenceBackend()
     rows = torch.randn(80, 128, generator=g)
     rows[:, 7] /= 30
     x = torch.randn(6, 128, generator=g)
     x[:, 7] *= 30
     expected, errors = x @ rows.bfloat16().float().t(), []
-    for rotate in (backend.rotate, lambda values, block: None):
-        head, out = make(rows.bfloat16(), rotate), Buffer.empty(6, 80)
-        if rotate is not backend.rotate:
-            head = replace(head, rotation=0)
+    turned = quantize_head(rows.bfloat16(), backend.rotate)
+    plain = replace(quantize_head(rows.bfloat16(), lambda values, block: None), rotation=0)
+    for head in (turned, plain):
+        out = Buffer.empty(6, 80)
         backend.linear(6, Buffer.of(x), backend.pack(head), out)
         errors.append(float((out.tensor - expected).norm()))
     assert errors[0] < 0.8 * errors[1]

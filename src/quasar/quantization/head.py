@@ -58,7 +58,7 @@ def quantize_head_int4(rows: Tensor, rotate: Rotate) -> Int4Weight:
 
 def rotated_rows(rows: Tensor, block: int, rotate: Rotate) -> Tensor:
     """A copy in fp32, rotated unless `block` is 0."""
-    values = rows.float()
+    values = rows.to(torch.float32, copy=True)
     if block:
         rotate(values, block)
     return values
