@@ -1,14 +1,15 @@
 """GSM8K exact match of several verifiers on the same questions, greedy.
 
     python benchmarks/gsm8k.py ARM ARM... --data gsm8k_test_300.jsonl [--limit 150]
-        [--max-tokens 512] [--sequences 4] [--drafter none] [--head bf16] [--json FILE]
+        [--max-tokens 512] [--sequences 4] [--drafter ngram] [--head bf16] [--json FILE]
 
 ARM is MODEL+VERIFIER as for `quasar evaluate`. Questions go zero-shot into the chat template, with
-an instruction to end with the number. An answer is right if the last number in it equals the last
-one of the file's solution. One that --max-tokens cuts is judged all the same, and counted. Each arm
-is compared with the first one, question by question: the difference of the accuracies with its 95 %
-interval (paired bootstrap over questions), and how many questions only one of them has right.
-`--head` is that of all arms but the first. Drafts change the speed alone.
+an instruction to put the answer into a box. The answer is the number in the last box, for lack of
+one the last number; it is right if it equals the last number of the file's solution. An answer that
+--max-tokens cuts is judged all the same, and counted. Each arm is compared with the first one,
+question by question: the difference of the accuracies with its 95 % interval (paired bootstrap over
+questions), and how many questions only one of them has right. `--head` is that of all arms but the
+first. Drafts change the speed alone.
 """
 
 from __future__ import annotations
@@ -43,10 +44,9 @@ from quasar.loading import Model, make_backend
 from quasar.types import Completion, SamplingParams
 from quasar.verification.verifier import Verifier
 
-INSTRUCTION = (
-    "\n\nSolve this step by step. Then end with one last line of the form\n"
-    "#### N\nwhere N is the final answer as a plain number."
-)
+BOX = r"\boxed{"
+INSTRUCTION = f"\n\nPlease reason step by step, and put your final answer within {BOX}}}."
+"""The form that the model cards of Qwen2.5 ask for."""
 
 NUMBER = re.compile(
     r"""(?P<minus>(?<![\w)\]}.%])[-\N{MINUS SIGN}])?  # after a term it subtracts
@@ -65,13 +65,20 @@ class Question:
     answer: Decimal
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in a text: `$1,234.50.` is 1234.5; `7 - 3` and `7-3` end in 3."""
-    numbers = list(NUMBER.finditer(text))
-    if not numbers:
-        return None
-    value = Decimal(numbers[-1]["digits"].replace(",", ""))
-    return -value if numbers[-1]["minus"] else value
+def numbers(text: str) -> list[Decimal]:
+    """All numbers in a text: `$1,234.50.` is 1234.5; `7 - 3` and `7-3` are 7 and 3."""
+    found = NUMBER.finditer(text)
+    pairs = [(Decimal(one["digits"].replace(",", "")), one["minus"]) for one in found]
+    return [-value if minus else value for value, minus in pairs]
+
+
+def given_answer(text: str) -> Decimal | None:
+    """The number in the last box, or the last number, if there is one."""
+    _, box, after = text.rpartition(BOX)
+    if box and (boxed := numbers(after)):
+        return boxed[0]
+    found = numbers(text)
+    return found[-1] if found else None
 
 
 def read_questions(path: Path, limit: int | None) -> list[Question]:
@@ -81,10 +88,10 @@ def read_questions(path: Path, limit: int | None) -> list[Question]:
     found = []
     for prompt, line in list(zip(prompts, lines, strict=True))[:limit]:
         solution = json.loads(line).get("answer")
-        answer = last_number(solution) if isinstance(solution, str) else None
-        if answer is None:
+        known = numbers(solution) if isinstance(solution, str) else []
+        if not known:
             raise QuasarError(f"{path}: question {prompt.id} has no answer with a number")
-        found.append(Question(prompt.text, answer))
+        found.append(Question(prompt.text, known[-1]))
     return found
 
 
@@ -125,7 +132,7 @@ class Result:
     @classmethod
     def of(cls, name: str, questions: Sequence[Question], completions: list[Completion]) -> Result:
         pairs = list(zip(questions, completions, strict=True))
-        right = [last_number(completion.text) == question.answer for question, completion in pairs]
+        right = [given_answer(completion.text) == question.answer for question, completion in pairs]
         cut = [completion.finish_reason == "length" for completion in completions]
         return cls(name, right, cut, completions)
 
@@ -149,7 +156,10 @@ class Result:
     def answers(self) -> list[dict[str, Any]]:
         """Each answer as the JSON file keeps it."""
         rows = zip(self.completions, self.right, self.cut, strict=True)
-        return [{"text": c.text, "right": right, "cut": cut} for c, right, cut in rows]
+        return [
+            {"text": made.text, "tokens": len(made.tokens), "right": right, "cut": cut}
+            for made, right, cut in rows
+        ]
 
 
 def accuracy(right: Sequence[bool]) -> Rate:
@@ -195,7 +205,7 @@ def main() -> None:
     parser.add_argument("--limit", type=options.positive, default=150)
     parser.add_argument("--max-tokens", type=options.MAX_TOKENS, default=512)
     parser.add_argument("--sequences", type=options.positive, default=4, help="side by side")
-    parser.add_argument("--drafter", default="none")
+    parser.add_argument("--drafter", default=options.DEFAULT_DRAFTER)
     options.add_draft_tokens(parser)
     parser.add_argument("--head", help="of all but the first (default: each verifier's own)")
     options.add_machine(parser)

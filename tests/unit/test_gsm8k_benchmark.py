@@ -1,4 +1,4 @@
-"""benchmarks/gsm8k.py: numbers in texts, the file, the counts of two arms."""
+"""benchmarks/gsm8k.py: answers in texts, the file, the counts of two arms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quasar.types import Completion
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from gsm8k import Question, Result, last_number, page, read_questions
+from gsm8k import INSTRUCTION, Question, Result, given_answer, page, read_questions
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,10 @@ from gsm8k import Question, Result, last_number, page, read_questions
         ("**$70,000**", "70000"),
         (r"\boxed{1,234,567}", "1234567"),
         ("#### 18.00 dollars", "18"),
+        (r"he is \boxed{21} years old in 3 years.", "21"),
+        (r"\boxed{7}, so \boxed{\$-8} at 9", "-8"),
+        (r"\boxed{\text{18 dollars}}", "18"),
+        (r"= 5, so \boxed{five}", "5"),
         ("it costs .5", "0.5"),
         ("= -3", "-3"),
         ("(\N{MINUS SIGN}$12)", "-12"),
@@ -40,13 +44,18 @@ from gsm8k import Question, Result, last_number, page, read_questions
         ("The answer is 5!\n\n", "5"),
     ],
 )
-def test_the_last_number(text, value):
-    assert last_number(text) == Decimal(value)
+def test_the_answer_in_a_text(text, value):
+    assert given_answer(text) == Decimal(value)
 
 
 @pytest.mark.parametrize("text", ["", "no number", "$,.-", "²"])
 def test_no_number(text):
-    assert last_number(text) is None
+    assert given_answer(text) is None
+
+
+def test_the_instruction_shows_the_box():
+    assert INSTRUCTION.endswith(r"within \boxed{}.")
+    assert given_answer(INSTRUCTION) is None
 
 
 def write(path, *items):
