@@ -1,7 +1,7 @@
 """GSM8K exact match of several verifiers on the same questions, greedy.
 
     python benchmarks/gsm8k.py ARM ARM... --data gsm8k_test_300.jsonl [--limit 150]
-        [--max-tokens 512] [--sequences 4] [--drafter ngram] [--head bf16] [--json FILE]
+        [--max-tokens 1024] [--sequences 4] [--drafter ngram] [--head bf16] [--json FILE]
 
 ARM is MODEL+VERIFIER as for `quasar evaluate`. Questions go zero-shot into the chat template, with
 an instruction to put the answer into a box. The answer is the number in the last box, for lack of
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("arms", metavar="ARM", nargs="+")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--limit", type=options.positive, default=150)
-    parser.add_argument("--max-tokens", type=options.MAX_TOKENS, default=512)
+    parser.add_argument("--max-tokens", type=options.MAX_TOKENS, default=1024)
     parser.add_argument("--sequences", type=options.positive, default=4, help="side by side")
     parser.add_argument("--drafter", default=options.DEFAULT_DRAFTER)
     options.add_draft_tokens(parser)
