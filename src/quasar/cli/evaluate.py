@@ -57,23 +57,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    names = [args.reference, *args.candidates]
-    parts = [split_name(name) for name in names]
+    parts = [split_name(name) for name in (args.reference, *args.candidates)]
     if args.revision is not None and len({path for path, _ in parts}) > 1:
         raise UsageError("--revision cannot say which MODEL it is of: write owner/name@revision")
 
-    from quasar.cli.parts.models import check_held, check_precision, load_verifier
-    from quasar.loading import Model, make_backend
+    from quasar.cli.parts.models import check_precision, load_verifier
+    from quasar.loading import make_backend
 
-    for _, precision in parts:
-        check_precision(precision, "verifier")
     check_precision(args.head, "--head")
-    models = {path: Model.open(path, args.revision, args.offline) for path, _ in parts}
+    models = open_models(parts, args.revision, args.offline)
     model = models[parts[0][0]]
-    for other in models.values():
-        check_vocabulary(model, other)
-    for path, precision in parts:
-        check_held(models[path], precision)
     passages = read_passages(args, model)
     check_contexts(args, model, models.values(), passages)
     backend = make_backend(args.threads)
@@ -96,6 +89,23 @@ def split_name(name: str) -> tuple[str, str]:
     if not (model and plus and verifier):
         raise UsageError(f"{name!r} is not of the form MODEL+VERIFIER")
     return model, verifier
+
+
+def open_models(
+    parts: Sequence[tuple[str, str]], revision: str | None = None, offline: bool = False
+) -> dict[str, Model]:
+    """The models of (MODEL, VERIFIER) pairs by their names, found comparable and able to verify."""
+    from quasar.cli.parts.models import check_held, check_precision
+    from quasar.loading import Model
+
+    for _, precision in parts:
+        check_precision(precision, "verifier")
+    models = {path: Model.open(path, revision, offline) for path, _ in parts}
+    for other in models.values():
+        check_vocabulary(models[parts[0][0]], other)
+    for path, precision in parts:
+        check_held(models[path], precision)
+    return models
 
 
 def check_vocabulary(reference: Model, candidate: Model) -> None:
