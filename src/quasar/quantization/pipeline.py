@@ -1,8 +1,10 @@
 """Checkpoint in, W8A8 or W4A8 checkpoint out: one layer in memory at a time, all or nothing.
 
 A recipe can be worse than plain round-to-nearest (SmoothQuant is on some models), so both are
-measured against BF16 on held-out text, and the better one is what the folder holds. A run that is
-interrupted goes on where it last saved, and its folder has the bytes of an uninterrupted one.
+measured against BF16 on held-out text, and the better one is what the folder holds. A rotated form
+of the model, where one is asked for, is written beside the other, and the better of the two stays.
+A run that is interrupted goes on where it last saved, and its folder has the bytes of an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -311,16 +313,16 @@ class _Run:
     def _tell(self, forms: Sequence[Form], best: Form) -> None:
         """Why the folder holds less than was asked for."""
         rtn, kl = forms[0].result.rtn.kl, best.result.recipe.kl
-        if len(forms) > 1 and best is forms[0]:
-            log.warning(
-                "--rotate: KL %.5f on held-out text is no better than %.5f without, which is kept",
-                *(forms[1].result.recipe.kl, kl),
-            )
         if kl > rtn:
             log.warning(
                 "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept "
                 "instead",
                 *(self.recipe.name, kl, rtn),
+            )
+        elif best is not forms[-1]:
+            log.warning(
+                "--rotate: KL %.5f on held-out text is no better than %.5f without, which is kept",
+                *(forms[1].result.recipe.kl, kl),
             )
 
     def _forms(self) -> list[Form]:
