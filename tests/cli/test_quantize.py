@@ -139,6 +139,30 @@ def test_a_dry_run_tells_the_sizes_and_writes_nothing(quasar, grouped, tmp_path,
     assert [file.stat().st_size for file in written] == told["shard_bytes"]
 
 
+def test_rotating(quasar, model, tmp_path):
+    """Both forms are told; which one is better is up to the random weights."""
+    result = quasar("quantize", model, tmp_path / "out", "--smooth", "none", "--rotate")
+    assert result.code == 0 and "rotated layers" in result.err
+    report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    for form, name in (("unrotated", "none, rtn  "), ("rotated", "none, rtn, rotated")):
+        line = next(line for line in result.out.splitlines() if line.startswith(name))
+        assert f"{report['rotation'][form]['kl']:.5f}" in line
+    kept = report["rotation"]["rotated"]["kl"] < report["rotation"]["unrotated"]["kl"]
+    assert report["summary"]["rotate"] is kept
+    assert (", rotated" if kept else ", not rotated") in result.out.split("kept")[-1]
+    assert ("--rotate: KL" in result.err) != kept
+    assert quasar("generate", tmp_path / "out", "-p", "hello", "--max-tokens", 3).code == 0
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_family_that_cannot_be_rotated(quasar, tmp_path, dry):
+    folder = tiny.write_folder(tmp_path / "gemma", "gemma3_text", vocab_size=VOCABULARY)
+    write_tokenizer(folder)
+    result = quasar("quantize", folder, tmp_path / "out", "--rotate", *dry)
+    assert result.code == 2 and "--rotate: gemma3 norms what its sublayers give" in result.error
+    assert [path.name for path in tmp_path.iterdir()] == ["gemma"]
+
+
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
 def test_places_that_cannot_be_written(quasar, model, tmp_path, dry, monkeypatch):
     (tmp_path / "file").write_text("")

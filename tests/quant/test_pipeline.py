@@ -137,7 +137,17 @@ def test_report(write_model, tmp_path):
     content = report_of(tmp_path / "out")
     summary = content["summary"]
     assert list(summary) == [
-        *("scheme", "smooth", "group_size", "kl", "kl_rtn", "top1", "top1_rtn", "perplexity"),
+        *(
+            "scheme",
+            "smooth",
+            "rotate",
+            "group_size",
+            "kl",
+            "kl_rtn",
+            "top1",
+            "top1_rtn",
+            "perplexity",
+        ),
         *("perplexity_rtn", "perplexity_bf16", "seconds", "peak_rss_bytes"),
     ]
     assert (summary["scheme"], summary["smooth"]) == ("w8a8", "search")

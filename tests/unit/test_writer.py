@@ -189,6 +189,37 @@ def test_a_tensor_is_added_once(tmp_path: Path) -> None:
             writer.add("x", torch.ones(3))
 
 
+@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("killed", [False, True])
+def test_one_of_two_sets_of_tensors_is_chosen(tmp_path: Path, aside: bool, killed: bool) -> None:
+    """What is dropped is gone; a run killed after the choice finds it made."""
+    with CheckpointWriter(tmp_path / "out", 12, resumable=True) as writer:
+        assert writer.resume("key") is None
+        for name in ("a", "b"):
+            writer.add(name, torch.zeros(3))
+        writer.set_aside({}, {})
+        for name in ("a", "b", "c"):
+            writer.add(name, torch.ones(3))
+        assert len(list(writer.folder.glob("shard-*"))) == 5
+        writer.choose(aside, {"chosen": aside})
+        if killed:
+            point = writer.resume("key")
+            assert point is not None and point.state == {"chosen": aside}
+            writer.choose(aside, point.state)
+        assert len(list(writer.folder.glob("shard-*"))) == (2 if aside else 3)
+        writer.add("d", torch.full((3,), 2.0))
+        writer.commit()
+    checkpoint = open_tensors(tmp_path / "out")
+    assert sorted(checkpoint) == (["a", "b", "d"] if aside else ["a", "b", "c", "d"])
+    assert checkpoint["a"].tolist() == [0.0 if aside else 1.0] * 3
+    assert checkpoint["d"].tolist() == [2.0] * 3
+
+
+def open_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = [load_file(path) for path in folder.glob("*.safetensors")]
+    return {name: tensor for part in found for name, tensor in part.items()}
+
+
 def test_json_without_numbers_is_refused(tmp_path: Path) -> None:
     with (
         CheckpointWriter(tmp_path / "out") as writer,

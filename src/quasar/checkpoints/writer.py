@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,9 @@ class CheckpointWriter:
         """Where files lie until `commit`; more may be written there."""
         self._shard_bytes, self._resumable = shard_bytes, resumable
         self._shards: list[Shard] = []
+        self._aside: list[Shard] = []
+        self._made = 0
+        """Shards so far, dropped ones included: no name is used twice."""
         self._lock = -1
         self._points = 0
         self._key: str | None = None
@@ -83,7 +86,7 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for shard in self._shards:
+        for shard in (*self._aside, *self._shards):
             with suppress(OSError):  # closing writes what is buffered: a full disk is full here too
                 shard.file.close()
         if self._points and kind is not None and not issubclass(kind, CheckpointError | UsageError):
@@ -121,11 +124,13 @@ class CheckpointWriter:
         file = MappedFile(self._tensors(number))
         tensors = {name: entry.read().clone() for name, entry in read_header(file).items()}
         point = SavePoint(dict(found["state"]), tensors)
-        self._shards = [
-            Shard(self._shard(index), header) for index, header in enumerate(found["shards"])
-        ]
-        self._points = number
-        kept = {_STATE, self._tensors(number).name, *(shard.path.name for shard in self._shards)}
+        self._shards, self._aside = (
+            [Shard(self._shard(int(index)), header) for index, header in found[part].items()]
+            for part in ("shards", "aside")
+        )
+        self._points, self._made = number, int(found["made"])
+        shards = (shard.path.name for shard in (*self._aside, *self._shards))
+        kept = {_STATE, self._tensors(number).name, *shards}
         for path in self.folder.iterdir():
             if path.name not in kept:
                 path.unlink()
@@ -135,7 +140,7 @@ class CheckpointWriter:
         """From now on an interrupted run goes on here. Only after `resume`."""
         assert self._key is not None
         with self.failures():
-            for shard in self._shards:
+            for shard in (*self._aside, *self._shards):
                 shard.sync()
             number = self._points + 1
             scratch = Shard(self._tensors(number))
@@ -150,8 +155,14 @@ class CheckpointWriter:
         self._points = number
 
     def _replace_state(self, number: int, state: Mapping[str, Any]) -> None:
-        shards = [shard.layout.header for shard in self._shards]
-        content = {"key": self._key, "point": number, "state": state, "shards": shards}
+        content = {
+            "key": self._key,
+            "point": number,
+            "state": state,
+            "made": self._made,
+            "shards": _headers(self._shards),
+            "aside": _headers(self._aside),
+        }
         new = self.folder / f"{_STATE}.new"
         new.write_text(json.dumps(content), encoding="utf-8")
         _sync(new)
@@ -160,7 +171,24 @@ class CheckpointWriter:
 
     def restart(self, state: Mapping[str, Any]) -> None:
         """Drop all tensors; an interrupted run goes on from `state` without any."""
-        dropped, self._shards = self._shards, []
+        dropped, self._shards, self._aside = [*self._aside, *self._shards], [], []
+        self._drop(dropped, state)
+
+    def set_aside(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Save, and begin anew beside what was added so far; `choose` or `restart` ends this."""
+        self._aside, self._shards = self._shards, []
+        self.save(state, tensors)
+
+    def choose(self, aside: bool, state: Mapping[str, Any]) -> None:
+        """Drop what was set aside, or (`aside`) what was added since; an interrupted run goes on
+        from `state`. Nothing is aside where the choice was made before."""
+        if not self._aside:
+            return
+        dropped = self._shards if aside else self._aside
+        self._shards, self._aside = self._aside if aside else self._shards, []
+        self._drop(dropped, state)
+
+    def _drop(self, dropped: Sequence[Shard], state: Mapping[str, Any]) -> None:
         self.save(state, {})
         with self.failures():
             for shard in dropped:
@@ -173,7 +201,8 @@ class CheckpointWriter:
             raise ValueError(f"tensor {name!r} was added before")
         with self.failures():
             if not self._shards or self._shards[-1].layout.is_full(name, tensor, self._shard_bytes):
-                self._shards.append(Shard(self._shard(len(self._shards))))
+                self._shards.append(Shard(self._shard(self._made)))
+                self._made += 1
             self._shards[-1].append(name, tensor)
 
     def add_json(self, filename: str, value: Any) -> None:
@@ -235,6 +264,11 @@ class CheckpointWriter:
             yield
         except OSError as error:
             raise QuasarError(f"cannot write {self.out}: {error.strerror}") from None
+
+
+def _headers(shards: Sequence[Shard]) -> dict[str, Any]:
+    """By the shard's number; JSON keeps their order."""
+    return {shard.path.name.rpartition("-")[2]: shard.layout.header for shard in shards}
 
 
 def check_target(out: Path) -> None:

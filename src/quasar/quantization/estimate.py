@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from quasar.checkpoints.base import Checkpoint
-from quasar.checkpoints.shards import plan
 from quasar.checkpoints.writer import check_target
 from quasar.errors import UsageError
 from quasar.memory import peak_memory
@@ -35,9 +34,9 @@ class Estimate:
     peak_rss_bytes: int
     """Mapped pages of the model's file included, as far as they are held at a time."""
     shard_bytes: list[int]
-    """The size of each file of weights."""
+    """The size of each file of weights; with `--rotate` those of the rotated form."""
     space_bytes: int
-    """What the disk must have free: the files, and twice what a save point keeps."""
+    """What the disk must have free: the files of each form, and twice what a save point keeps."""
     free_bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -52,11 +51,16 @@ def estimate(
     check_target(out)
     place = _existing(out)
     source = Source.of(checkpoint, options)
-    seconds = _measured(source, progress)
+    steps = _Steps(progress, 2 + 2 * options.rotate + 1)
+    seconds = _measured(source, steps)
+    if options.rotate:
+        seconds += _measured(source.rotated, steps)
+    seconds += _reading(source)
+    steps.done()
     return Estimate(
         seconds=seconds,
         peak_rss_bytes=peak_memory(),
-        shard_bytes=plan(source.tensors(), options.shard_bytes),
+        shard_bytes=source.file_bytes,
         space_bytes=space_needed(source),
         free_bytes=free_space(place),
     )
@@ -70,26 +74,35 @@ def _existing(out: Path) -> Path:
     return place
 
 
-def _measured(source: Source, progress: ProgressCallback) -> float:
-    """Seconds of all layers, of the measurement at the end and of reading the source."""
+class _Steps:
+    """Counts what is done of `total`."""
+
+    def __init__(self, progress: ProgressCallback, total: int) -> None:
+        self._progress, self._total, self._count = progress, total, 0
+        progress("estimating", 0, total)
+
+    def done(self) -> None:
+        self._count += 1
+        self._progress("estimating", self._count, self._total)
+
+
+def _measured(source: Source, steps: _Steps) -> float:
+    """Seconds of all layers and of the measurement at the end."""
     config, checkpoint = source.config, source.checkpoint
     with workers() as pool:
-        progress("estimating", 0, 3)
         started = time.perf_counter()
         trial = _trial(source, pool)
         trial.advance(0, read_layer(checkpoint, config, 0))
         layer = time.perf_counter() - started
         checkpoint.release()
-        progress("estimating", 1, 3)
+        steps.done()
         started = time.perf_counter()
         head = head_rows(checkpoint, config)[:HEAD_CHUNK]
         trial.result(final_norm(checkpoint, config), head, lambda done, total: None)
         piece = time.perf_counter() - started
         checkpoint.release()
-    progress("estimating", 2, 3)
-    reading = _reading(source)
-    progress("estimating", 3, 3)
-    return config.layers * layer + piece * config.vocab_size / len(head) + reading
+    steps.done()
+    return config.layers * layer + piece * config.vocab_size / len(head)
 
 
 def _trial(source: Source, pool: Executor) -> Trial:

@@ -1,8 +1,10 @@
 """Checkpoint in, W8A8 or W4A8 checkpoint out: one layer in memory at a time, all or nothing.
 
 A recipe can be worse than plain round-to-nearest (SmoothQuant is on some models), so both are
-measured against BF16 on held-out text, and the better one is what the folder holds. A run that is
-interrupted goes on where it last saved, and its folder has the bytes of an uninterrupted one.
+measured against BF16 on held-out text, and the better one is what the folder holds. A rotated form
+of the model, where one is asked for, is written beside the other, and the better of the two stays.
+A run that is interrupted goes on where it last saved, and its folder has the bytes of an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +55,19 @@ from quasar.quantization.recipe import (
     Recipe,
     default_recipe,
 )
-from quasar.quantization.report import REPORT_FILE, Report
+from quasar.quantization.report import REPORT_FILE, Report, Rotation
+from quasar.quantization.rotation import RotatedCheckpoint, check_rotatable
 from quasar.quantization.saving import Saver, restore, result_from_json
+from quasar.quantization.simulation import Arm
 from quasar.quantization.trial import Trial, TrialResult, workers
 from quasar.quantization.weights import QuantizedLayer, WeightFormat
 from quasar.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("quasar")
+
+UNROTATED, REFERENCE = "unrotated", "reference"
+"""What a save point keeps while the rotated form is made: what the other one came to, and the
+outputs of the BF16 model's final norm on the held-out text."""
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with a stage's name, steps done and steps in all; what it raises stops the run."""
@@ -81,6 +89,8 @@ class QuantizeOptions:
     """A UTF-8 text; None for the built-in one."""
     shard_bytes: int = SHARD_BYTES
     """Largest file of weights, unless one tensor is larger."""
+    rotate: bool = False
+    """Whether to make a rotated form too, and to keep it if it is better."""
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -154,6 +164,8 @@ class Source:
                 f"{checkpoint.path} is already quantised: it holds {checkpoint.precision} weights"
             )
         config = parse_config(checkpoint.config)
+        if options.rotate:
+            check_rotatable(config)
         check_model(checkpoint, config)
         recipe = options.recipe(config)
         check_groups(config, recipe.format)
@@ -162,12 +174,22 @@ class Source:
         text = calibration_text(tokenizer, options.calibration, longest)
         return cls(checkpoint, config, tokenizer, text, options, recipe)
 
+    @property
+    def rotated(self) -> Source:
+        """What is made where a rotation is asked for and turns out better."""
+        checkpoint = RotatedCheckpoint(self.checkpoint, self.config)
+        config = replace(self.config, tied_embeddings=False)
+        return replace(self, checkpoint=checkpoint, config=config)
+
     def key(self, fingerprint: str) -> str:
         """Equal for runs that make the same folder, the name of the calibration file included."""
         digest = hashlib.sha256()
         for ids in (*self.text.calibration, *self.text.held_out):
             digest.update(ids.numpy().tobytes() + b"end")
-        options = (self.recipe, self.options.shard_bytes, self.text.name)
+        options = (
+            *(self.recipe, self.options.rotate),
+            *(self.options.shard_bytes, self.text.name),
+        )
         versions = (__version__, torch.__version__)
         return f"{fingerprint} {digest.hexdigest()} {options} {versions}"
 
@@ -188,11 +210,18 @@ class Source:
 
     @property
     def state_bytes(self) -> int:
-        """The residual streams of all arms."""
+        """The residual streams of all arms, and what a rotated form is compared with."""
+        arms = 3 + self.options.rotate
         tokens = [
-            sum(map(len, part)) for part in (self.text.calibration, *3 * [self.text.held_out])
+            sum(map(len, part)) for part in (self.text.calibration, *arms * [self.text.held_out])
         ]
         return 4 * self.config.hidden_size * sum(tokens)
+
+    @property
+    def file_bytes(self) -> list[int]:
+        """The size of each file of weights, in the larger form if there are two."""
+        form = self.rotated if self.options.rotate else self
+        return plan(form.tensors(), self.options.shard_bytes)
 
 
 def check_groups(config: ModelConfig, format: WeightFormat) -> None:
@@ -216,12 +245,44 @@ def check_space(folder: Path, source: Source) -> None:
 
 
 def space_needed(source: Source) -> int:
-    """Bytes on disk: the weights, and two save points, one of them in the making."""
-    return sum(plan(source.tensors(), source.options.shard_bytes)) + 2 * source.state_bytes
+    """Bytes on disk: the weights in each form, and two save points, one of them in the making."""
+    forms = 1 + source.options.rotate
+    return forms * sum(source.file_bytes) + 2 * source.state_bytes
 
 
 def free_space(folder: Path) -> int:
     return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The model as the recipe made it, rotated or not."""
+
+    result: TrialResult
+    dense: list[str]
+    """Linears that were left in BF16, by the family's names."""
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Form:
+        """Inverse of `dataclasses.asdict`."""
+        return cls(result_from_json(content["result"]), content["dense"])
+
+    def beside(self, unrotated: Form) -> TrialResult:
+        """The result with round-to-nearest as it is without rotation."""
+        plain = unrotated.result
+        errors = [
+            replace(error, rtn=other.rtn)
+            for error, other in zip(self.result.errors, plain.errors, strict=True)
+        ]
+        return replace(self.result, rtn=plain.rtn, errors=errors)
+
+
+def rotation(forms: Sequence[Form]) -> Rotation | None:
+    """What rotating did, if it was tried."""
+    if len(forms) == 1:
+        return None
+    unrotated, rotated = (form.result.recipe for form in forms)
+    return Rotation(unrotated, rotated)
 
 
 class _Run:
@@ -231,48 +292,89 @@ class _Run:
         self, source: Source, writer: CheckpointWriter, progress: ProgressCallback
     ) -> None:
         self.started = time.perf_counter()
-        self.source, self.writer, self.progress = source, writer, progress
-        self.checkpoint, self.config = source.checkpoint, source.config
-        self.recipe = source.recipe
-        self.fingerprint = self.checkpoint.fingerprint()
+        self.writer, self.progress = writer, progress
+        self.original, self.recipe = source, source.recipe
+        self.fingerprint = source.checkpoint.fingerprint()
         self.point = writer.resume(source.key(self.fingerprint))
         state = self.point.state if self.point else {}
         self.seconds_before: float = state.get("seconds", 0.0)
         self.peak_before: int = state.get("peak_rss_bytes", 0)
+        tensors = self.point.tensors if self.point else {}
+        self.reference = {name: x for name, x in tensors.items() if name == REFERENCE}
+        self.unrotated: Form | None = None
+        self._turn_to(source)
+        if UNROTATED in state:
+            self.unrotated = Form.from_json(state[UNROTATED])
+            self._turn_to(source.rotated)
         self.dense: list[str] = list(state.get("dense", ()))
 
+    def _turn_to(self, source: Source) -> None:
+        """What is written from here on."""
+        self.source, self.dense = source, []
+        self.checkpoint, self.config = source.checkpoint, source.config
+
     def report(self) -> Report:
-        result = self._result()
-        kept = result.recipe.kl <= result.rtn.kl
-        if not kept:
+        forms = self._forms()
+        best = min(forms, key=lambda form: form.result.recipe.kl)
+        rtn, state = forms[0].result.rtn, self._state(result=asdict(forms[-1].result))
+        kept = best.result.recipe.kl <= rtn.kl
+        self._tell(forms, best)
+        if kept:
+            self.writer.choose(best is forms[0], state)
+            self._turn_to(self.original if best is forms[0] else self.source)
+            self.dense = best.dense
+        else:
+            self._turn_to(self.original)
+            self.writer.restart(state)
+            self._write_plain()
+        return self._finish(forms, best, kept)
+
+    def _tell(self, forms: Sequence[Form], best: Form) -> None:
+        """Why the folder holds less than was asked for."""
+        rtn, kl = forms[0].result.rtn.kl, best.result.recipe.kl
+        if kl > rtn:
             log.warning(
                 "%s: KL %.5f on held-out text is worse than round-to-nearest's %.5f, which is kept "
                 "instead",
-                *(self.recipe.name, result.recipe.kl, result.rtn.kl),
+                *(self.recipe.name, kl, rtn),
             )
-            self.dense = []
-            self.writer.restart(self._state(result=asdict(result)))
-            self._write_plain()
-        return self._finish(result, kept)
+        elif best is not forms[-1]:
+            log.warning(
+                "--rotate: KL %.5f on held-out text is no better than %.5f without, which is kept",
+                *(forms[1].result.recipe.kl, kl),
+            )
 
-    def _result(self) -> TrialResult:
+    def _forms(self) -> list[Form]:
+        """The model as the recipe makes it, and rotated as well if that is asked for."""
+        first = self.unrotated or self._form()
+        if not self.original.options.rotate:
+            return [first]
+        if self.unrotated is None:
+            self.unrotated, self.point = first, None
+            self._turn_to(self.original.rotated)
+            self.writer.set_aside(self._state(), self.reference)
+        return [first, self._form()]
+
+    def _form(self) -> Form:
         """All tensors as the recipe makes them, and what that does to the model's predictions."""
-        if self.point is not None and "result" in self.point.state:
-            return result_from_json(self.point.state["result"])
+        state = self.point.state if self.point else {}
+        if "result" in state:
+            return Form(result_from_json(state["result"]), self.dense)
         with workers() as pool:
             trial = self._trial(pool)
-            save, done = Saver(self.writer, trial), 0
-            if self.point is not None:
+            save, done = Saver(self.writer, trial, self.reference), state.get("layers", 0)
+            if self.point is not None and done:
                 restore(trial, self.point)
-                done = self.point.state["layers"]
                 log.warning("going on after layer %d of %d", done, self.config.layers)
             self._write("layers", trial.advance, done, lambda n: save(self._state(layers=n)))
             norm = final_norm(self.checkpoint, self.config)
             head = head_rows(self.checkpoint, self.config)
             self._write_tables()
             result = self._measured(trial, norm, head)
-        self.writer.save(self._state(result=asdict(result)), {})
-        return result
+            if self.original.options.rotate and self.unrotated is None:
+                self.reference = {REFERENCE: trial.reference(norm)}
+        self.writer.save(self._state(result=asdict(result)), self.reference)
+        return Form(result, self.dense)
 
     def _trial(self, pool: Executor) -> Trial:
         table = self.checkpoint.tensor(EMBEDDING)
@@ -284,14 +386,23 @@ class _Run:
     def _measured(self, trial: Trial, norm: Tensor, head: Tensor) -> TrialResult:
         def progress(done: int, total: int) -> None:
             self.checkpoint.release()
-            self.progress("measuring", done, total)
+            self.progress(self._stage("measuring"), done, total)
 
-        result = trial.result(norm, head, progress)
+        original = None
+        if self.unrotated is not None:
+            rows = head_rows(self.original.checkpoint, self.original.config)
+            original = Arm(self.reference[REFERENCE], head=rows)
+        result = trial.result(norm, head, progress, original)
         self._check_finite(result)
         return result
 
+    def _stage(self, name: str) -> str:
+        return name if self.source is self.original else f"rotated {name}"
+
     def _state(self, **progress: Any) -> dict[str, Any]:
+        before = {} if self.unrotated is None else {UNROTATED: asdict(self.unrotated)}
         return {
+            **before,
             "seconds": self.seconds,
             "peak_rss_bytes": self.peak,
             "dense": self.dense,
@@ -337,7 +448,7 @@ class _Run:
         """The layers from `done` on."""
         layers = self.config.layers
         for index in range(done, layers):
-            self.progress(stage, index, layers)
+            self.progress(self._stage(stage), index, layers)
             layer = quantize_layer(index, read_layer(self.checkpoint, self.config, index))
             prefix = layer_prefix(index)
             for name, tensor in layer.stored(self.config):
@@ -346,14 +457,14 @@ class _Run:
             self.checkpoint.release()
             trim_heap()
             save(index + 1)
-        self.progress(stage, layers, layers)
+        self.progress(self._stage(stage), layers, layers)
 
     def _write_tables(self) -> None:
         for name in self.source.tables:
             self.writer.add(name, self.checkpoint.tensor(name))
             self.checkpoint.release()
 
-    def _finish(self, result: TrialResult, kept: bool) -> Report:
+    def _finish(self, forms: Sequence[Form], best: Form, kept: bool) -> Report:
         """Everything but the tensors; then the folder becomes visible."""
         recipe = self.recipe if kept else self.recipe.plain
         config = folder_config(self.checkpoint, recipe, self.dense)
@@ -366,7 +477,8 @@ class _Run:
             source=self.checkpoint.path.name,
             source_sha256=self.fingerprint,
             text=self.source.text,
-            result=result,
+            result=best.beside(forms[0]),
+            rotation=rotation(forms),
             seconds=self.seconds,
             peak_rss_bytes=self.peak,
         )

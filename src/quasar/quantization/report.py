@@ -8,9 +8,22 @@ from typing import Any
 from quasar import __version__
 from quasar.quantization.calibrate import CalibrationText
 from quasar.quantization.recipe import Recipe
+from quasar.quantization.simulation import Fidelity
 from quasar.quantization.trial import TrialResult
 
 REPORT_FILE = "quantization_report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The recipe on the model as it is and on its rotated form; both beside the BF16 model."""
+
+    unrotated: Fidelity
+    rotated: Fidelity
+
+    @property
+    def better(self) -> bool:
+        return self.rotated.kl < self.unrotated.kl
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +37,9 @@ class Report:
     source_sha256: str
     text: CalibrationText
     result: TrialResult
+    """Of the better form, if two were made; round-to-nearest is that of the unrotated one."""
+    rotation: Rotation | None
+    """None where none was asked for."""
     seconds: float
     peak_rss_bytes: int
 
@@ -32,6 +48,11 @@ class Report:
         """What the folder holds."""
         return self.requested if self.kept else self.requested.plain
 
+    @property
+    def rotated(self) -> bool:
+        """Whether the folder holds the rotated form."""
+        return self.kept and self.rotation is not None and self.rotation.better
+
     def summary(self) -> dict[str, Any]:
         """`_rtn`: round-to-nearest without smoothing; KL in nats against BF16."""
         rtn = self.result.rtn
@@ -39,6 +60,7 @@ class Report:
         return {
             "scheme": self.recipe.scheme,
             "smooth": self.recipe.smooth,
+            "rotate": self.rotated,
             "group_size": self.recipe.format.group_size,
             "kl": kept.kl,
             "kl_rtn": rtn.kl,
@@ -78,8 +100,10 @@ class Report:
             "requested": {
                 "smooth": self.requested.smooth,
                 "weights": self.requested.weights,
+                "rotate": self.rotation is not None,
                 **asdict(self.result.recipe),
             },
+            "rotation": None if self.rotation is None else asdict(self.rotation),
             "int8_head": asdict(self.result.int8_head),
             "source": {"name": self.source, "sha256": self.source_sha256},
             "text": {

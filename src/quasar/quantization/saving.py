@@ -20,8 +20,11 @@ SHARE = 0.1
 class Saver:
     """Saves a trial and its writer as often as SHARE allows; the first layer always."""
 
-    def __init__(self, writer: CheckpointWriter, trial: Trial) -> None:
-        self._writer, self._trial = writer, trial
+    def __init__(
+        self, writer: CheckpointWriter, trial: Trial, others: Mapping[str, Tensor]
+    ) -> None:
+        """others: tensors to be saved beside the trial's."""
+        self._writer, self._trial, self._others = writer, trial, others
         self._saved, self._cost = time.perf_counter(), 0.0
 
     def __call__(self, state: Mapping[str, Any]) -> None:
@@ -30,7 +33,7 @@ class Saver:
         if (started - self._saved) * SHARE < self._cost:
             return
         errors = [asdict(error) for error in self._trial.errors]
-        self._writer.save({**state, "errors": errors}, _tensors(self._trial))
+        self._writer.save({**state, "errors": errors}, {**self._others, **_tensors(self._trial)})
         self._saved = time.perf_counter()
         self._cost = self._saved - started
 

@@ -146,16 +146,23 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A model at the end of a text: its final norm's outputs [positions, hidden] fp32."""
+    """A model at the end of a text: its final norm's outputs [positions, hidden] fp32.
+
+    `head` [vocab, hidden] bf16 takes the place of the one that the arms share.
+    """
 
     hidden: Tensor
     int8_head: bool = False
+    head: Tensor | None = None
 
     def split(self, size: int) -> list[Arm]:
         return [replace(self, hidden=part) for part in torch.split(self.hidden, size)]
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """rows [chunk, hidden] fp32 of the head -> [positions, chunk]."""
+    def logits(self, rows: Tensor, start: int = 0) -> Tensor:
+        """rows [chunk, hidden] fp32 of the shared head, from token id `start` on ->
+        [positions, chunk]."""
+        if self.head is not None:
+            rows = self.head[start : start + len(rows)].float()
         if not self.int8_head:
             return self.hidden @ rows.t()
         return Int8Linear(quantize_head(rows, rotate_with_matrix))(self.hidden)
@@ -171,12 +178,12 @@ class _Positions:
     def add(self, start: int, rows: Tensor) -> None:
         """rows [chunk, hidden] fp32: the head from token id `start` on."""
         reference, before = self.scores[0], self.scores[0].logsumexp
-        expected = self.arms[0].logits(rows)
+        expected = self.arms[0].logits(rows, start)
         reference.add(start, expected, self.targets)
         kept = (before - reference.logsumexp).exp()
         weights = (expected - reference.logsumexp[:, None]).exp_()
         for arm, score in zip(self.arms[1:], self.scores[1:], strict=True):
-            logits = arm.logits(rows)
+            logits = arm.logits(rows, start)
             score.add(start, logits, self.targets)
             score.excess = score.excess * kept + (weights * (expected - logits)).sum(dim=1)
 

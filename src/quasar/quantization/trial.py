@@ -7,7 +7,7 @@ memory, and when the last layer is done the whole-model effect of the recipe is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,14 +173,30 @@ class Trial:
         return seen
 
     def result(
-        self, norm: Tensor, head: Tensor, progress: Callable[[int, int], None]
+        self,
+        norm: Tensor,
+        head: Tensor,
+        progress: Callable[[int, int], None],
+        reference: Arm | None = None,
     ) -> TrialResult:
-        """After the last layer, with the final norm [hidden] fp32 and the head [vocab, hidden]."""
-        eps = self.config.rms_norm_eps
-        outputs = [
-            torch.cat([rms_norm(hidden[:-1], norm, eps) for hidden in arm])
-            for arm in (self.bf16, self.quantized, self.rtn)
+        """After the last layer, with the final norm [hidden] fp32 and the head [vocab, hidden].
+
+        `reference`: what to compare with, where it is not this trial's own BF16 model.
+        """
+        outputs = self._outputs(self.quantized, norm)
+        arms = [
+            reference or Arm(self.reference(norm)),
+            Arm(outputs),
+            Arm(self._outputs(self.rtn, norm)),
+            Arm(outputs, int8_head=True),
         ]
-        arms = [*map(Arm, outputs), Arm(outputs[1], int8_head=True)]
         bf16, recipe, rtn, int8 = compare(arms, head, self.targets, self.workers, progress)
         return TrialResult(bf16, recipe, rtn, int8, self.errors)
+
+    def reference(self, norm: Tensor) -> Tensor:
+        """After the last layer: what the BF16 final norm gives, [positions, hidden] fp32."""
+        return self._outputs(self.bf16, norm)
+
+    def _outputs(self, arm: Sequence[Tensor], norm: Tensor) -> Tensor:
+        eps = self.config.rms_norm_eps
+        return torch.cat([rms_norm(hidden[:-1], norm, eps) for hidden in arm])
