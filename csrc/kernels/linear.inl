@@ -91,20 +91,36 @@ struct Rows {
   int64_t tile_of(int64_t row) const { return ((row + 1) * tiles - 1) / rows; }
 };
 
-// Where the input comes from: x [rows, count], norm [count] or null.
+// Where the input comes from: x [rows, count], norm [count] or null. With a `block` row m is rotated
+// into rotated + m * stride when it is measured.
 struct Input {
   const float* x;
   const float* norm;
   float eps;
   int64_t rows, count;
+  int64_t block = 0, stride = 0;
+  float* rotated = nullptr;
 };
+
+static void rotate_row(const Input& input, int64_t m, float* to) {
+  const float* x = input.x + m * input.count;
+  if (!input.norm)
+    return rotate_row(RowSource<false>{x, nullptr, 1.0f}, input.count, input.block, to);
+  const float inverse = inverse_rms(x, input.count, input.eps);
+  rotate_row(RowSource<true>{x, input.norm, inverse}, input.count, input.block, to);
+}
 
 // A row's scale: needs the whole row.
 template <class P>
 static void measure_row(const Input& input, const Rows& rows, int64_t m) {
   const float* x = input.x + m * input.count;
   rows.start[m] = 0;
-  if (input.norm) {
+  if (input.block) {
+    float* const rotated = input.rotated + m * input.stride;
+    rotate_row(input, m, rotated);
+    const RowSource<false> row{rotated, nullptr, 1.0f};
+    rows.factor[m] = P::factor(row, input.count, rows.scale + m);
+  } else if (input.norm) {
     rows.inverse[m] = inverse_rms(x, input.count, input.eps);
     const RowSource<true> row{x, input.norm, rows.inverse[m]};
     rows.factor[m] = P::factor(row, input.count, rows.scale + m);
@@ -119,11 +135,11 @@ static void encode_row(const Input& input, const Rows& rows, int64_t m, int64_t 
                        int64_t end) {
   const int64_t tile = rows.tile_of(m), first = rows.first(tile);
   const int64_t stride = rows.first(tile + 1) - first;
-  const float* x = input.x + m * input.count;
+  const float* x = input.block ? input.rotated + m * input.stride : input.x + m * input.count;
   const float factor = rows.factor[m];
   int32_t* values = rows.values + first * rows.words;
   int32_t start;
-  if (input.norm)
+  if (input.norm && !input.block)
     start = P::encode(RowSource<true>{x, input.norm, rows.inverse[m]}, factor, begin, end, values,
                       m - first, stride);
   else
@@ -332,7 +348,8 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   const int64_t outputs = is_gated(kResult) ? kBlock / 2 : kBlock;
   const int64_t columns = is_gated(kResult) ? layer.out_features / 2 : layer.out_features;
   const int64_t blocks = (columns + outputs - 1) / outputs;
-  const bool shared = Rows::bytes(input.rows, words) > kPrivateBytes;
+  const int64_t row_bytes = input.block ? input.count * 4 : 0;
+  const bool shared = Rows::bytes(input.rows, words) > kPrivateBytes || row_bytes > kPrivateBytes;
   const int64_t part_bytes = part_bytes_of<P>(input.count);
   const Rows common(scratch, input.rows, words, part_bytes, P::kRows);
   const int64_t group = group_tiles(common, P::kRows), groups = (common.tiles + group - 1) / group;
@@ -341,7 +358,14 @@ static void run_linear(const quasar_linear& layer, const Input& input, void* scr
   parallel(threads, [&](int32_t thread) {
     alignas(64) char memory[kPrivateBytes];
     const Rows rows = shared ? common : Rows(memory, input.rows, words, part_bytes, P::kRows);
-    if (!shared) prepare_rows<P>(input, rows, 0, rows.rows);
+    if (!shared) {
+      // A thread rotates all rows for itself: fetching them from another's cache takes longer.
+      alignas(64) char row[kPrivateBytes];
+      Input own = input;
+      own.rotated = (float*)row;
+      own.stride = 0;
+      prepare_rows<P>(own, rows, 0, rows.rows);
+    }
     lanes.run(thread, [&](int64_t unit) {
       const int64_t first = unit / blocks * group;
       const int64_t last = first + group < rows.tiles ? first + group : rows.tiles;
@@ -360,28 +384,14 @@ static auto with_product(int32_t precision, int32_t group_size, const Work& work
   return work(W4A8<128>());
 }
 
-// Every row, normed and rotated, into `to`, which may be where the rows are.
-static void rotate_rows(const Input& input, int64_t block, float* to, int threads) {
-  Queue queue;
-  parallel(threads, [&](int32_t) {
-    queue.each(input.rows, [&](int64_t m) {
-      const float* x = input.x + m * input.count;
-      float* row = to + m * input.count;
-      if (!input.norm) return rotate_row(RowSource<false>{x, nullptr, 1.0f}, input.count, block, row);
-      const float inverse = inverse_rms(x, input.count, input.eps);
-      rotate_row(RowSource<true>{x, input.norm, inverse}, input.count, block, row);
-    });
-  });
-}
-
 template <Result kResult>
 static void run_linear(const quasar_linear* layer, Input input, void* scratch, float* out,
                        int threads) {
   if (layer->rotation) {
-    float* const rotated = static_cast<float*>(scratch);
-    rotate_rows(input, layer->rotation, rotated, threads);
-    input = {rotated, nullptr, 0.0f, input.rows, input.count};
-    scratch = rotated + input.rows * input.count;
+    input.block = layer->rotation;
+    input.stride = input.count;
+    input.rotated = static_cast<float*>(scratch);
+    scratch = input.rotated + input.rows * input.count;
   }
   with_product(layer->precision, layer->group_size, [&](auto product) {
     run_linear<decltype(product), kResult>(*layer, input, scratch, out, threads);
@@ -421,7 +431,11 @@ static void pack(const quasar_weight* weight, void* packed, int32_t threads) {
 }
 
 static void rotate(float* x, int64_t rows, int64_t columns, int64_t block, int32_t threads) {
-  rotate_rows({x, nullptr, 0.0f, rows, columns}, block, x, threads);
+  const Input input{x, nullptr, 0.0f, rows, columns, block};
+  Queue queue;
+  parallel(threads, [&](int32_t) {
+    queue.each(rows, [&](int64_t m) { rotate_row(input, m, x + m * columns); });
+  });
 }
 
 static size_t linear_scratch_bytes(const quasar_linear* layer, int64_t rows) {
