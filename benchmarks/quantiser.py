@@ -104,19 +104,19 @@ class Contender:
             recipe = Compressor(recipe.format, smooth, weights, block)
         return cls(name, recipe, weights == "symmetric", "head" in extras, list(states))
 
-    def quantize(self, config, tensors, sample, pool, made) -> Layer:
+    def quantize(self, config, index, tensors, sample, pool, made) -> Layer:
         """The layer as this arm computes it; `made` keeps what arms can share."""
         if self.symmetric:
             values = symmetric(tensors, self.recipe.format.group_size)
             products = {n: Symmetric(values[n], tensors.get(f"{n}.bias")) for n in LINEARS}
-            return Layer(config, tensors, products)
+            return Layer(config, index, tensors, products)
         if self.recipe not in made:
             made[self.recipe] = (
                 QuantizedLayer.round(tensors, self.recipe.format)
                 if self.recipe == self.recipe.plain
                 else self.recipe.apply(tensors, sample, config, pool).verified
             )
-        return simulated(config, made[self.recipe])
+        return simulated(config, index, made[self.recipe])
 
 
 def answers(model: Model, args: argparse.Namespace) -> list[Passage]:
@@ -151,12 +151,12 @@ def run_layers(model, text, arms, reference, pool):
     stride = 1 if gptq else max(1, sum(map(len, calibration)) // SAMPLED_TOKENS)
     for index in range(config.layers):
         tensors = read_layer(model.checkpoint, config, index)
-        layer = Layer(config, tensors)
+        layer = Layer(config, index, tensors)
         seen = move(calibration, layer, pool, lambda: LayerInputs(stride))
         sample, made = sample_groups(seen, calibration), {}
         move(reference, layer, pool)
         for arm in arms:
-            move(arm.states, arm.quantize(config, tensors, sample, pool, made), pool)
+            move(arm.states, arm.quantize(config, index, tensors, sample, pool, made), pool)
         model.checkpoint.release()
         print(f"layer {index}: {time.process_time():.0f} s of CPU", flush=True)
 
