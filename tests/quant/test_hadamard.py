@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from quasar.cache import KVCache
 from quasar.checkpoints import open_checkpoint
 from quasar.errors import CheckpointError, UsageError
-from quasar.kernels.base import Backend, RaggedBatch
+from quasar.kernels.base import RaggedBatch
 from quasar.kernels.reference import ReferenceBackend
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
@@ -29,9 +29,16 @@ def short_texts(monkeypatch):
 
 
 @pytest.fixture
-def folders(write_model, tmp_path):
-    """One model with outliers in the input of down, quantised for either."""
-    source = write_model("llama", **SIZES)
+def write_outliers(write_model):
+    """A model with an outlier in the input of down, which its output does not need."""
+
+    def write(**sizes):
+        return with_outlier(write_model("llama", **sizes))
+
+    return write
+
+
+def with_outlier(source):
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("layernorm.weight"):
@@ -41,7 +48,13 @@ def folders(write_model, tmp_path):
         if name.endswith("down_proj.weight"):
             tensor[:, 5] /= 30
     save_file(tensors, source / "model.safetensors")
-    made = {}
+    return source
+
+
+@pytest.fixture
+def folders(write_outliers, tmp_path):
+    """One such model, quantised for either."""
+    source, made = write_outliers(**SIZES), {}
     for hadamard in (True, False):
         made[hadamard] = tmp_path / f"out-{hadamard}"
         options = QuantizeOptions(smooth="none", hadamard=hadamard)
@@ -53,10 +66,9 @@ def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def verified(folder, backend: Backend | None = None) -> torch.Tensor:
+def verified(folder, precision="w8a8") -> torch.Tensor:
     """Logits [40, vocabulary] of some tokens."""
-    backend = backend or ReferenceBackend()
-    verifier = load_verifier(open_checkpoint(folder), "w8a8", "bf16", backend)
+    verifier = load_verifier(open_checkpoint(folder), precision, "bf16", ReferenceBackend())
     tokens = [3 * i % 200 for i in range(40)]
     cache: KVCache = verifier.new_cache(64)
     batch = RaggedBatch.chunk(tokens, 0, cache.open(64))
@@ -95,12 +107,12 @@ def test_the_report_measures_what_the_verifier_computes(folders):
     assert found[True] < 0.8 * found[False]
 
 
-def test_w8a8_with_search_rotates_by_default(write_model, tmp_path):
+def test_search_rotates_by_default(write_model, tmp_path):
     for scheme, smooth, expected in (
         ("w8a8", "search", True),
         ("w8a8", "smoothquant", False),
         ("w8a8", "none", False),
-        ("w4a8", "search", False),
+        ("w4a8", "search", True),
     ):
         source = write_model("llama", intermediate_size=64, hidden_size=64, head_dim=16)
         config = QuantizeOptions(scheme, smooth).recipe(_config(source))
@@ -112,8 +124,6 @@ def _config(folder):
 
 
 def test_what_cannot_be_rotated_is_refused(write_model):
-    with pytest.raises(UsageError, match="--hadamard on: only w8a8"):
-        QuantizeOptions(scheme="w4a8", hadamard=True)
     odd = _config(write_model("llama", intermediate_size=40))
     with pytest.raises(UsageError, match=r"--hadamard on: no power of two.* the 40 inputs"):
         QuantizeOptions(hadamard=True).recipe(odd)
@@ -145,10 +155,28 @@ def test_a_malformed_mark_is_refused(folders, extension, named):
     assert str(folder / "config.json") in str(error.value)
 
 
-def test_only_w8a8_folders_can_have_the_mark(write_model, tmp_path):
+def test_w4a8_weights_are_stored_rotated(write_outliers, tmp_path):
+    """A verifier rotates the inputs alone: both folders compute nearly the target."""
+    source = write_outliers(intermediate_size=64, hidden_size=64, head_dim=16)
+    tokens = torch.tensor([3 * i % 200 for i in range(40)])
+    expected, stored = logits(open_checkpoint(source), _config(source), tokens), {}
+    for flag in (True, False):
+        out = tmp_path / f"out-{flag}"
+        options = QuantizeOptions("w4a8", hadamard=flag)
+        quantize(open_checkpoint(source), out, options)
+        assert ("quasar" in config_of(out)) == flag
+        stored[flag] = load_file(out / "model.safetensors")
+        found = verified(out, precision="w4a8")
+        assert (found - expected).norm() < 0.5 * expected.norm()
+    name = "model.layers.0.mlp.down_proj.weight_packed"
+    assert not torch.equal(stored[True][name], stored[False][name])
+
+
+def test_16_bit_inputs_are_not_rotated(write_model, tmp_path):
     source = write_model("llama", intermediate_size=64, hidden_size=64, head_dim=16)
     quantize(open_checkpoint(source), tmp_path / "out", QuantizeOptions(scheme="w4a8"))
     config = config_of(tmp_path / "out") | {"quasar": MARK}
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="only W8A8 weights can be rotated"):
+    with pytest.raises(CheckpointError, match="W4A16 has no integer inputs"):
         open_checkpoint(tmp_path / "out")

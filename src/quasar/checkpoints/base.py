@@ -36,7 +36,8 @@ class Checkpoint(Protocol):
     precision: str = "bf16"
     """That of the linears, as a verifier is named."""
     down_rotation: int = 0
-    """Size of the blocks in which a verifier is to rotate the inputs of `down`; 0: none."""
+    """Size of the blocks in which a verifier is to rotate the inputs of `down`; 0: none. INT8
+    weights are not rotated yet, 4-bit ones are."""
     config: Mapping[str, Any]
     """The keys of config.json; GGUF metadata is translated to them."""
     generation_config: Mapping[str, Any]

@@ -18,7 +18,7 @@ from torch import Tensor
 from quasar.checkpoints.base import to_bfloat16
 from quasar.checkpoints.hf import Entry, SafetensorsCheckpoint
 from quasar.checkpoints.packing import PACKED, SCALE, SHAPE, ZERO, unpack, words
-from quasar.checkpoints.scheme import parse_rotation, parse_scheme
+from quasar.checkpoints.scheme import DOWN, parse_rotation, parse_scheme
 from quasar.errors import CheckpointError
 from quasar.kernels.base import Int4Weight, Int8Weight, LinearWeight
 
@@ -97,7 +97,8 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
         if not self.scheme.symmetric:
             packed = self.entry(f"{module}.{ZERO}").read()
             zero = unpack(packed.t(), scale.shape[0]).t().contiguous()
-        return Int4Weight(self._codes(module), scale, zero, self.bias(module))
+        rotation = self.down_rotation if module.endswith(DOWN) else 0
+        return Int4Weight(self._codes(module), scale, zero, self.bias(module), rotation)
 
     def _int4(self, module: str) -> Int4Weight:
         weight = self._int4_parts(module)

@@ -83,7 +83,8 @@ class Scheme:
 def parse_rotation(config: Mapping[str, Any], scheme: Scheme, where: str) -> int:
     """Size of the blocks in which a verifier is to rotate the inputs of `down`; 0: none are.
 
-    Other engines compute what is stored. CheckpointError, naming the key, for what is malformed.
+    W8A8 weights are stored as they are without it, those of W4A8 as they are rotated.
+    CheckpointError, naming the key, for what is malformed.
     """
     extension = config.get(EXTENSION)
     if extension is None:
@@ -100,8 +101,8 @@ def parse_rotation(config: Mapping[str, Any], scheme: Scheme, where: str) -> int
             f"{where}.{ROTATED_INPUTS}.{DOWN} {block!r} is no power of two from {ROTATIONS[0]} to "
             f"{ROTATIONS[-1]}"
         )
-    if scheme.name != "w8a8":
-        raise CheckpointError(f"{where}.{ROTATED_INPUTS}: only W8A8 weights can be rotated")
+    if scheme.name == "w4a16":
+        raise CheckpointError(f"{where}.{ROTATED_INPUTS}: W4A16 has no integer inputs to rotate")
     return block
 
 

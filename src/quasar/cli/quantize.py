@@ -49,9 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hadamard",
         choices=("on", "off"),
-        help="whether our w8a8 verifier rotates the inputs of down_proj before it rounds them, "
-        "which spreads their outliers; the stored weights are the same (default: on for w8a8 "
-        "with --smooth search)",
+        help="whether our verifier rotates the inputs of down_proj before it rounds them, which "
+        "spreads their outliers; W8A8 weights are stored the same either way (default: on with "
+        "--smooth search)",
     )
     parser.add_argument(
         "--rotate",

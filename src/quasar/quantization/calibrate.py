@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quasar.errors import UsageError
 from quasar.models.tensors import GROUPS
+from quasar.quantization.hadamard import rotate_with_matrix
 from quasar.text.tokenizer import Tokenizer
 
 CALIBRATION_TOKENS = 8192
@@ -195,6 +196,12 @@ class Inputs:
         step = max(1, len(self.rows) // tokens)
         return Inputs.of([self.rows[::step]], [self.token_weight[::step]])
 
+    def rotated(self, divisor: Tensor, block: int) -> Inputs:
+        """Of channels over divisor [in], in blocks of so many."""
+        rows = self.rows / divisor
+        rotate_with_matrix(rows, block)
+        return Inputs(rows, self.token_weight)
+
     def energy(self) -> Tensor:
         """Mean square of each channel, [in]."""
         return self.token_weight @ self.rows.square()
@@ -215,6 +222,12 @@ class GroupSample:
     """The largest |x| of each channel, [in], over all tokens."""
     fitting: Inputs
     checking: Inputs
+
+    def rotated(self, divisor: Tensor, block: int) -> GroupSample:
+        """As `Inputs.rotated`; absmax is that of the rows kept."""
+        fitting, checking = (x.rotated(divisor, block) for x in (self.fitting, self.checking))
+        absmax = torch.maximum(*(part.rows.abs().amax(dim=0) for part in (fitting, checking)))
+        return GroupSample(absmax, fitting, checking)
 
     def energy(self) -> Tensor:
         """Mean square of each channel over both halves, [in]."""

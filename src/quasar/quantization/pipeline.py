@@ -84,7 +84,7 @@ class QuantizeOptions:
     group_size: int | None = None
     """Input channels that share a scale, for 4-bit weights; None for the default."""
     hadamard: bool | None = None
-    """Whether a verifier rotates inputs of `down`; None: if smoothing is searched, for W8A8."""
+    """Whether a verifier rotates inputs of `down`; None: if smoothing is searched."""
     calibration: Path | None = None
     """A UTF-8 text; None for the built-in one."""
     shard_bytes: int = SHARD_BYTES
@@ -105,8 +105,6 @@ class QuantizeOptions:
                 )
         if self.group_size is not None and self.scheme == "w8a8":
             raise UsageError("--group-size: w8a8 has one scale a row of weights, no groups")
-        if self.hadamard and self.scheme != "w8a8":
-            raise UsageError("--hadamard on: only w8a8 weights can be rounded once more")
         if self.group_size not in (None, *GROUP_SIZES):
             raise UsageError(
                 f"--group-size {self.group_size} is none of {', '.join(map(str, GROUP_SIZES))}"
@@ -116,7 +114,7 @@ class QuantizeOptions:
         """For this model; UsageError where its inputs of `down` cannot be rotated as asked."""
         wanted, block = self.hadamard, 0
         if wanted is None:
-            wanted = self.smooth == "search" and self.scheme == "w8a8"
+            wanted = self.smooth == "search"
         if wanted:
             block = block_of(config.intermediate_size)
             if self.hadamard and not block:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,7 +102,10 @@ class Recipe:
         def quantize(group: str) -> Mapping[str, QuantizedWeight | DenseWeight]:
             if group in dense:
                 return {n: dense_weight(folded, n) for n in GROUPS[group]}
-            return self._quantize_group(group, folded, sample[group], scales.get(group))
+            divisor = scales.get(group, torch.ones_like(sample[group].absmax))
+            if group == ROTATED and self.rotation and self.format.bits == 4:
+                return self._quantize_rotated(group, folded, sample[group], divisor)
+            return self._quantize_group(group, folded, sample[group], divisor)
 
         linears: dict[str, QuantizedWeight | DenseWeight] = {}
         for part in workers.map(quantize, GROUPS):
@@ -127,6 +130,8 @@ class Recipe:
             return smoothquant(tensors, {g: sample[g].absmax for g in GROUPS}, config)
 
         def search(group: str) -> Candidate | None:
+            if group == ROTATED and self.rotation and self.format.bits == 4:
+                return None
             weights = [tensors[f"{name}.weight"] for name in GROUPS[group]]
             return search_scales(weights, sample[group], self.format, shape_of(group, config))
 
@@ -137,11 +142,22 @@ class Recipe:
             {group: choice.label for group, choice in chosen.items()},
         )
 
-    def _quantize_group(
-        self, group: str, folded: LayerTensors, sample: GroupSample, scale: Tensor | None
+    def _quantize_rotated(
+        self, group: str, folded: LayerTensors, sample: GroupSample, divisor: Tensor
     ) -> dict[str, QuantizedWeight]:
-        """By linear; `scale` [in] is what the inputs of the folded layer are divided by."""
-        divisor = torch.ones_like(sample.absmax) if scale is None else scale
+        """As `_quantize_group`, of W H: 4-bit codes cannot be rounded once more."""
+        turned = dict(folded)
+        for name in GROUPS[group]:
+            turned[f"{name}.weight"] = folded[f"{name}.weight"].clone()
+            rotate_with_matrix(turned[f"{name}.weight"], self.rotation)
+        inputs = sample.rotated(divisor, self.rotation)
+        found = self._quantize_group(group, turned, inputs, torch.ones_like(divisor))
+        return {name: replace(weight, rotation=self.rotation) for name, weight in found.items()}
+
+    def _quantize_group(
+        self, group: str, folded: LayerTensors, sample: GroupSample, divisor: Tensor
+    ) -> dict[str, QuantizedWeight]:
+        """By linear; inputs of the folded layer are those of the sample over divisor [in]."""
         energy = sample.energy() / divisor.square()
         inverse = None
         if self.weights == "gptq":
@@ -173,7 +189,8 @@ def default_recipe(
     """
     if scheme == "w8a8":
         return Recipe(WeightFormat(), smooth, weights or "rtn", rotation)
-    return Recipe(WeightFormat(4, group_size or GROUP_SIZES[0]), smooth, weights or "gptq")
+    format = WeightFormat(4, group_size or GROUP_SIZES[0])
+    return Recipe(format, smooth, weights or "gptq", rotation)
 
 
 def dense_weight(tensors: LayerTensors, name: str) -> DenseWeight:
