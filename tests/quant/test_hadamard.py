@@ -15,7 +15,9 @@ from quasar.kernels.base import Backend, RaggedBatch
 from quasar.kernels.reference import ReferenceBackend
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
+from quasar.quantization import recipe
 from quasar.quantization.pipeline import QuantizeOptions, quantize
+from quasar.quantization.smooth import Smoothing, smoothquant
 from quasar.verification.verifier import load_verifier
 
 MARK = {"rotated_inputs": {"mlp.down_proj": 64}}
@@ -123,6 +125,7 @@ def test_what_cannot_be_rotated_is_refused(write_model):
 @pytest.mark.parametrize(
     ("extension", "named"),
     [
+        (None, "quasar None: only 'rotated_inputs'"),
         ([], r"quasar \[\]: only 'rotated_inputs'"),
         ({"other": 1}, "only 'rotated_inputs' is known"),
         (MARK | {"other": 1}, "only 'rotated_inputs' is known"),
@@ -143,6 +146,35 @@ def test_a_malformed_mark_is_refused(folders, extension, named):
     with pytest.raises(CheckpointError, match=named) as error:
         verified(folder)
     assert str(folder / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_the_mark_of_a_source_is_not_handed_on(write_model, tmp_path, scheme):
+    """Such as of one of our folders that another tool dequantised."""
+    source = write_model("llama", **SIZES, hidden_size=64, head_dim=16)
+    (source / "config.json").write_text(json.dumps(config_of(source) | {"quasar": MARK}))
+    quantize(open_checkpoint(source), tmp_path / "out", QuantizeOptions(scheme, smooth="none"))
+    assert "quasar" not in config_of(tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").down_rotation == 0
+
+
+def harmful(tensors, absmax, config):
+    """Makes outliers of what were none."""
+    scales = smoothquant(tensors, absmax, config).scales
+    return Smoothing({g: 1 / s.square() for g, s in scales.items()}, dict.fromkeys(scales, "bad"))
+
+
+def test_a_recipe_that_is_not_kept_leaves_no_mark(write_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "smoothquant", harmful)
+    monkeypatch.setattr(recipe, "LARGEST_ERROR", {8: 1e9})
+    source = open_checkpoint(write_model("llama", **SIZES))
+    options = QuantizeOptions(smooth="smoothquant", hadamard=True)
+    report = quantize(source, tmp_path / "out", options)
+    assert not report.kept and {entry["rotation"] for entry in report.linears()} == {0}
+    quantize(source, tmp_path / "plain", QuantizeOptions(smooth="none"))
+    for name in ("model.safetensors", "config.json"):
+        plain = (tmp_path / "plain" / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == plain
 
 
 def test_only_w8a8_folders_can_have_the_mark(write_model, tmp_path):

@@ -85,9 +85,9 @@ def parse_rotation(config: Mapping[str, Any], scheme: Scheme, where: str) -> int
 
     Other engines compute what is stored. CheckpointError, naming the key, for what is malformed.
     """
-    extension = config.get(EXTENSION)
-    if extension is None:
+    if EXTENSION not in config:
         return 0
+    extension = config[EXTENSION]
     where = f"{where}: {EXTENSION}"
     if not isinstance(extension, dict) or list(extension) != [ROTATED_INPUTS]:
         raise CheckpointError(f"{where} {extension!r}: only {ROTATED_INPUTS!r} is known in it")
