@@ -177,6 +177,30 @@ def test_a_recipe_that_is_not_kept_leaves_no_mark(write_model, tmp_path, monkeyp
         assert (tmp_path / "out" / name).read_bytes() == plain
 
 
+def test_a_layer_whose_down_stays_in_bf16(folders, tmp_path, monkeypatch):
+    """The mark is for those that are INT8; the other layer is rotated all the same."""
+    bad = iter((1.0, 0.0))
+
+    def errors(tensors, layer, scales, inputs, config):
+        return dict.fromkeys(layer.linears, 0.0) | {"mlp.down_proj": next(bad)}
+
+    monkeypatch.setattr(recipe, "relative_errors", errors)
+    source, out = folders[0], tmp_path / "out"
+    report = quantize(open_checkpoint(source), out, QuantizeOptions(smooth="none", hadamard=True))
+    assert config_of(out)["quasar"] == MARK
+    assert report.ignored() == ["model.layers.0.mlp.down_proj"]
+    rotations = [e["rotation"] for e in report.linears() if e["name"].endswith("down_proj")]
+    assert rotations == [0, 64]
+    checkpoint = open_checkpoint(source)
+    tokens = torch.tensor([3 * i % 200 for i in range(40)])
+    expected = logits(checkpoint, parse_config(checkpoint.config), tokens)
+    mixed = (verified(out) - expected).norm()
+    config = {key: value for key, value in config_of(out).items() if key != "quasar"}
+    (out / "config.json").write_text(json.dumps(config))
+    assert 0 < mixed != (verified(out) - expected).norm()
+    assert mixed < 0.2 * expected.norm()
+
+
 def test_only_w8a8_folders_can_have_the_mark(write_model, tmp_path):
     source = write_model("llama", intermediate_size=64, hidden_size=64, head_dim=16)
     quantize(open_checkpoint(source), tmp_path / "out", QuantizeOptions(scheme="w4a8"))
