@@ -79,7 +79,7 @@ def symmetric(tensors: LayerTensors, size: int) -> dict[str, Tensor]:
 
 class Symmetric(Int4Linear):
     def __init__(self, values, bias):
-        self.values, self.bias = values, bias
+        self.values, self.bias, self.rotation = values, bias, 0
 
 
 @dataclass
@@ -97,6 +97,8 @@ class Contender:
         if unknown := {*extras} - {"hadamard", "head"}:
             raise SystemExit(f"{name}: {', '.join(unknown)} is not known")
         scheme, smooth, weights, *group = text.split(":")
+        if "hadamard" in extras and scheme != "w8a8":
+            raise SystemExit(f"{name}: hadamard is of w8a8 alone")
         block = block_of(config.intermediate_size) if "hadamard" in extras else 0
         size = int(group[0]) if group else None
         recipe = default_recipe(scheme, smooth, weights, size, block)
