@@ -115,7 +115,6 @@ int main() {  // [1 2 3 ... 32] times itself, by the new tier
   rows.in_features = 32;
   rows.precision = QUASAR_W8A8;
   std::vector<char> packed(tier.packed_bytes(&rows) + 64);
-  std::vector<char> scratch(tier.linear_scratch_bytes(1, 32) + 64);
   void* weight = packed.data() + (64 - (uintptr_t)packed.data() % 64);
   tier.pack(&rows, weight, 1);
   quasar_linear layer{};
@@ -124,6 +123,7 @@ int main() {  // [1 2 3 ... 32] times itself, by the new tier
   layer.out_features = 1;
   layer.in_features = 32;
   layer.precision = QUASAR_W8A8;
+  std::vector<char> scratch(tier.linear_scratch_bytes(&layer, 1) + 64);
   float out = 0;
   tier.linear(&layer, x.data(), 1, scratch.data(), &out, 1);
   std::printf("%s %.0f", tier.name, out);

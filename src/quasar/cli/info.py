@@ -125,6 +125,9 @@ def quantization(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
         "used_as": f"{checkpoint.precision} weights"
         + (", dequantised when read" if scheme.name == "w4a16" else ""),
         "linears": linears(checkpoint, config),
+        "rotated_inputs": f"down_proj, blocks of {checkpoint.down_rotation}"
+        if checkpoint.down_rotation
+        else None,
         "kept_in_bf16": ["embedding", "norms", *scheme.ignore],
         "source": source(checkpoint.path / "quantization_report.json"),
     }
