@@ -41,7 +41,6 @@ def test_info_of_a_quantized_folder(quasar, quantized):
     assert content["quantization"]["scheme"] == "w8a8"
     assert content["quantization"]["kept_in_bf16"] == ["embedding", "norms", "lm_head"]
     assert content["quantization"]["source"] is None
-    assert content["quantization"]["rotated_inputs"] is None
     assert list(content["verifiers"]) == ["w8a8"]
     assert content["quantization"]["rotated_inputs"] is None
 
@@ -53,16 +52,6 @@ def test_info_says_what_a_verifier_rotates(quasar, quantized, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     content = quasar("info", folder, "--json").json
     assert content["quantization"]["rotated_inputs"] == "down_proj, blocks of 16"
-
-
-def test_info_tells_which_inputs_are_rotated(quasar, quantized, tmp_path):
-    folder = shutil.copytree(quantized, tmp_path / "rotated")
-    config = json.loads((folder / "config.json").read_text())
-    config["quasar"] = {"rotated_inputs": {"mlp.down_proj": 16}}
-    (folder / "config.json").write_text(json.dumps(config))
-    found = quasar("info", folder, "--json").json["quantization"]
-    assert found["rotated_inputs"] == {"mlp.down_proj": 16}
-    assert "mlp.down_proj: 16" in quasar("info", folder).out
 
 
 def test_info_reads_no_weights(quasar, model, monkeypatch):

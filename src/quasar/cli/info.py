@@ -108,7 +108,6 @@ def used_in_place(checkpoint: Checkpoint) -> bool:
 def quantization(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     """What is quantised how, and what a quantised folder says it was made from."""
     from quasar.checkpoints.compressed import CompressedCheckpoint
-    from quasar.checkpoints.scheme import DOWN
 
     if not isinstance(checkpoint, CompressedCheckpoint):
         return {"scheme": None}
@@ -121,7 +120,6 @@ def quantization(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
         + (f"for {size} inputs" if size else "a row"),
         "group_size": size,
         "activations": "16 bits" if scheme.name == "w4a16" else "int8, a scale a token",
-        "rotated_inputs": {DOWN: checkpoint.down_rotation} if checkpoint.down_rotation else None,
         "used_as": f"{checkpoint.precision} weights"
         + (", dequantised when read" if scheme.name == "w4a16" else ""),
         "linears": linears(checkpoint, config),
