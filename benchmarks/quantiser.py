@@ -79,7 +79,7 @@ def symmetric(tensors: LayerTensors, size: int) -> dict[str, Tensor]:
 
 class Symmetric(Int4Linear):
     def __init__(self, values, bias):
-        self.values, self.bias = values, bias
+        self.values, self.bias, self.rotation = values, bias, 0
 
 
 @dataclass

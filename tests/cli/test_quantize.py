@@ -151,6 +151,7 @@ def test_rotating(quasar, model, tmp_path):
     assert report["summary"]["rotate"] is kept
     assert (", rotated" if kept else ", not rotated") in result.out.split("kept")[-1]
     assert ("--rotate: KL" in result.err) != kept
+    assert f"none, rtn{', rotated' if kept else ''}, INT8 head" in result.out
     assert quasar("generate", tmp_path / "out", "-p", "hello", "--max-tokens", 3).code == 0
 
 

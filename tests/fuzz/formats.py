@@ -71,7 +71,7 @@ def make_formats(folder: Path) -> dict[str, Format]:
     plain = tiny_files.write_folder(folder / "plain")
     (plain / "chat_template.jinja").write_text(tiny_files.TEMPLATE)
     sharded = tiny_files.write_sharded(folder / "sharded")
-    compressed = tiny_files.write_compressed(folder / "compressed")
+    compressed = mark_rotated(tiny_files.write_compressed(folder / "compressed"))
     gguf = tiny_files.write_gguf(folder / "tiny.gguf")
     sentencepiece = write_sentencepiece(folder / "sentencepiece.gguf")
     others = [
@@ -118,6 +118,14 @@ def make_formats(folder: Path) -> dict[str, Format]:
             plain, "chat_template.jinja", template_mutation, 0.0, renders=True, share=0.15
         ),
     }
+
+
+def mark_rotated(folder: Path) -> Path:
+    """A W8A8 folder whose verifier rotates the inputs of down_proj."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quasar"] = {"rotated_inputs": {"mlp.down_proj": 32}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def json_mutation(data: bytes, rng: random.Random) -> bytes:

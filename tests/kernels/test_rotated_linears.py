@@ -67,6 +67,22 @@ def test_a_rotated_row_depends_on_nothing_beside_it(tier: str) -> None:
 
 @needs_native
 @tiers
+@pytest.mark.parametrize("columns", [10240, 10496, 65536])
+@pytest.mark.parametrize("precision", ["w8a8", "w4a8"])
+def test_a_rotated_row_may_be_longer_than_a_threads_own_memory(
+    tier: str, precision: str, columns: int
+) -> None:
+    """10,240 inputs just fit (40 KiB), however short the row is once it is rounded."""
+    case = rotated_case(precision, 2, 33, 256, columns // 256, columns)
+    expected = case.results(ReferenceBackend())
+    for threads in (1, 3):
+        found = case.results(native(tier, threads))
+        assert all(torch.equal(found[name], expected[name]) for name in ("plain", "added"))
+        assert_equal(case.results(native(tier, 2), slice(1, 2)), found, slice(1, 2))
+
+
+@needs_native
+@tiers
 @pytest.mark.parametrize("block", ROTATIONS)
 def test_rows_are_rotated_in_place(tier: str, block: int) -> None:
     x = torch.randn(5, 2 * block, generator=torch.Generator().manual_seed(block))
@@ -135,6 +151,16 @@ def test_blocks_that_do_not_fit_are_refused(tier: str, columns: int, block: int)
     codes = torch.ones(4, columns, dtype=torch.int8)
     with pytest.raises(ValueError, match=f"{columns} inputs cannot be rotated in blocks of"):
         backend.pack(Int8Weight(codes, torch.ones(4), rotation=block))
+
+
+@pytest.mark.parametrize("tier", [*TIERS_HERE, "reference"])
+@pytest.mark.parametrize("block", [0, 8, 24, 128])
+def test_rows_are_not_rotated_in_blocks_that_do_not_fit(tier: str, block: int) -> None:
+    backend = ReferenceBackend() if tier == "reference" else native(tier, 1)
+    x = torch.ones(2, 64)
+    with pytest.raises(ValueError, match=f"64 inputs cannot be rotated in blocks of {block}"):
+        backend.rotate(x, block)
+    assert torch.equal(x, torch.ones(2, 64))
 
 
 def test_linears_of_several_rotations_are_not_one() -> None:

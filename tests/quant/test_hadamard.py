@@ -15,7 +15,9 @@ from quasar.kernels.base import RaggedBatch
 from quasar.kernels.reference import ReferenceBackend
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
+from quasar.quantization import recipe
 from quasar.quantization.pipeline import QuantizeOptions, quantize
+from quasar.quantization.smooth import Smoothing, smoothquant
 from quasar.verification.verifier import load_verifier
 
 MARK = {"rotated_inputs": {"mlp.down_proj": 64}}
@@ -133,6 +135,7 @@ def test_what_cannot_be_rotated_is_refused(write_model):
 @pytest.mark.parametrize(
     ("extension", "named"),
     [
+        (None, "quasar None: only 'rotated_inputs'"),
         ([], r"quasar \[\]: only 'rotated_inputs'"),
         ({"other": 1}, "only 'rotated_inputs' is known"),
         (MARK | {"other": 1}, "only 'rotated_inputs' is known"),
@@ -170,6 +173,59 @@ def test_w4a8_weights_are_stored_rotated(write_outliers, tmp_path):
         assert (found - expected).norm() < 0.5 * expected.norm()
     name = "model.layers.0.mlp.down_proj.weight_packed"
     assert not torch.equal(stored[True][name], stored[False][name])
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_the_mark_of_a_source_is_not_handed_on(write_model, tmp_path, scheme):
+    """Such as of one of our folders that another tool dequantised."""
+    source = write_model("llama", **SIZES, hidden_size=64, head_dim=16)
+    (source / "config.json").write_text(json.dumps(config_of(source) | {"quasar": MARK}))
+    quantize(open_checkpoint(source), tmp_path / "out", QuantizeOptions(scheme, smooth="none"))
+    assert "quasar" not in config_of(tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").down_rotation == 0
+
+
+def harmful(tensors, absmax, config):
+    """Makes outliers of what were none."""
+    scales = smoothquant(tensors, absmax, config).scales
+    return Smoothing({g: 1 / s.square() for g, s in scales.items()}, dict.fromkeys(scales, "bad"))
+
+
+def test_a_recipe_that_is_not_kept_leaves_no_mark(write_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "smoothquant", harmful)
+    monkeypatch.setattr(recipe, "LARGEST_ERROR", {8: 1e9})
+    source = open_checkpoint(write_model("llama", **SIZES))
+    options = QuantizeOptions(smooth="smoothquant", hadamard=True)
+    report = quantize(source, tmp_path / "out", options)
+    assert not report.kept and {entry["rotation"] for entry in report.linears()} == {0}
+    quantize(source, tmp_path / "plain", QuantizeOptions(smooth="none"))
+    for name in ("model.safetensors", "config.json"):
+        plain = (tmp_path / "plain" / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == plain
+
+
+def test_a_layer_whose_down_stays_in_bf16(folders, tmp_path, monkeypatch):
+    """The mark is for those that are INT8; the other layer is rotated all the same."""
+    bad = iter((1.0, 0.0))
+
+    def errors(tensors, layer, scales, inputs, config):
+        return dict.fromkeys(layer.linears, 0.0) | {"mlp.down_proj": next(bad)}
+
+    monkeypatch.setattr(recipe, "relative_errors", errors)
+    source, out = folders[0], tmp_path / "out"
+    report = quantize(open_checkpoint(source), out, QuantizeOptions(smooth="none", hadamard=True))
+    assert config_of(out)["quasar"] == MARK
+    assert report.ignored() == ["model.layers.0.mlp.down_proj"]
+    rotations = [e["rotation"] for e in report.linears() if e["name"].endswith("down_proj")]
+    assert rotations == [0, 64]
+    checkpoint = open_checkpoint(source)
+    tokens = torch.tensor([3 * i % 200 for i in range(40)])
+    expected = logits(checkpoint, parse_config(checkpoint.config), tokens)
+    mixed = (verified(out) - expected).norm()
+    config = {key: value for key, value in config_of(out).items() if key != "quasar"}
+    (out / "config.json").write_text(json.dumps(config))
+    assert 0 < mixed != (verified(out) - expected).norm()
+    assert mixed < 0.2 * expected.norm()
 
 
 def test_16_bit_inputs_are_not_rotated(write_model, tmp_path):

@@ -86,9 +86,9 @@ def parse_rotation(config: Mapping[str, Any], scheme: Scheme, where: str) -> int
     W8A8 weights are stored as they are without it, those of W4A8 as they are rotated.
     CheckpointError, naming the key, for what is malformed.
     """
-    extension = config.get(EXTENSION)
-    if extension is None:
+    if EXTENSION not in config:
         return 0
+    extension = config[EXTENSION]
     where = f"{where}: {EXTENSION}"
     if not isinstance(extension, dict) or list(extension) != [ROTATED_INPUTS]:
         raise CheckpointError(f"{where} {extension!r}: only {ROTATED_INPUTS!r} is known in it")

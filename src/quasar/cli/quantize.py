@@ -124,14 +124,15 @@ def estimate_page(found: Estimate) -> str:
 
 def page(report: Report) -> str:
     """The report card for people."""
-    result, summary = report.result, report.summary()
+    result, summary, name = report.result, report.summary(), report.requested.name
     arms = {"bf16": result.bf16, "round-to-nearest": result.rtn}
     if report.requested != report.requested.plain:
-        arms[report.requested.name] = result.recipe
+        arms[name] = result.recipe
     if report.rotation is not None:
-        arms[report.requested.name] = report.rotation.unrotated
-        arms[f"{report.requested.name}, rotated"] = report.rotation.rotated
-    arms[f"{report.requested.name}, INT8 head"] = result.int8_head
+        arms[name] = report.rotation.unrotated
+        arms[f"{name}, rotated"] = report.rotation.rotated
+        name += ", rotated" if report.rotation.better else ""
+    arms[f"{name}, INT8 head"] = result.int8_head
     rows = [
         (name, f"{arm.kl:.5f}", f"{arm.top1:.2%}", f"{arm.perplexity:.3f}")
         for name, arm in arms.items()

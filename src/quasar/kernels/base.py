@@ -133,8 +133,8 @@ def concatenate(weights: tuple[LinearWeight, ...]) -> LinearWeight:
 
 
 def check_rotation(columns: int, block: int) -> None:
-    """Raise ValueError for blocks that no kernel rotates; 0 is no rotation."""
-    if block and (block not in ROTATIONS or columns % block):
+    """Raise ValueError for blocks that no kernel rotates."""
+    if block not in ROTATIONS or columns % block:
         raise ValueError(
             f"{columns} inputs cannot be rotated in blocks of {block}: a power of two from "
             f"{ROTATIONS[0]} to {ROTATIONS[-1]} that divides them is needed"
@@ -304,7 +304,7 @@ class Backend(Protocol):
     """Cache slots a block."""
 
     def rotate(self, x: Tensor, block: int) -> None:
-        """x [rows, columns] fp32 becomes x H, the rotation that "prepare" has."""
+        """x [rows, columns] fp32 becomes x H, the rotation that "prepare" has; `check_rotation`."""
 
     def pack(self, weight: LinearWeight) -> PackedLinear: ...
 

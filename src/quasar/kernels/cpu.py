@@ -111,7 +111,8 @@ class _Rows:
         if len(shape) != 2 or 0 in shape:
             raise ValueError(f"a linear's weight must be a matrix, not {shape}")
         _check("a linear's weight", rows.values, dtype, shape)
-        check_rotation(shape[1], rows.rotation)
+        if rows.rotation:
+            check_rotation(shape[1], rows.rotation)
         for name, tensor in (("scale", rows.scale), ("bias", rows.bias), ("zero", rows.zero)):
             if tensor is not None:
                 grouped = tensor.shape[1:] if rows.zero is not None and name != "bias" else ()

@@ -180,6 +180,7 @@ class ReferenceBackend:
         self.threads = threads
 
     def rotate(self, x: Tensor, block: int) -> None:
+        check_rotation(x.shape[1], block)
         x[:] = hadamard_rotated(x, block)
 
     def pack(self, weight: LinearWeight) -> ReferenceLinear:
@@ -197,7 +198,8 @@ class ReferenceBackend:
         bias = None if weight.bias is None else weight.bias.float()
         out_features, in_features = values.shape
         nbytes = values.numel() * values.element_size()
-        check_rotation(in_features, rotation)
+        if rotation:
+            check_rotation(in_features, rotation)
         parts = (values, scale, bias)
         return ReferenceLinear(
             precision, out_features, in_features, nbytes, *parts, rotation=rotation

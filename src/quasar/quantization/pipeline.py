@@ -184,10 +184,7 @@ class Source:
         digest = hashlib.sha256()
         for ids in (*self.text.calibration, *self.text.held_out):
             digest.update(ids.numpy().tobytes() + b"end")
-        options = (
-            *(self.recipe, self.options.rotate),
-            *(self.options.shard_bytes, self.text.name),
-        )
+        options = (self.recipe, self.options.rotate, self.options.shard_bytes, self.text.name)
         versions = (__version__, torch.__version__)
         return f"{fingerprint} {digest.hexdigest()} {options} {versions}"
 
@@ -501,7 +498,9 @@ def folder_config(
     unknown ones. What other engines need not know is under a key of its own.
     """
     weight_format = recipe.format
-    config = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
+    # A model that another tool dequantised may still say that its inputs are to be rotated.
+    dropped = ("auto_map", EXTENSION)
+    config = {key: value for key, value in checkpoint.config.items() if key not in dropped}
     # GGUF does not name the class; transformers calls it so for every family supported here.
     config.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])
     format = "int-quantized" if weight_format.bits == 8 else "pack-quantized"
