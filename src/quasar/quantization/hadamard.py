@@ -5,9 +5,10 @@ smoothing scale reaches them: in Qwen2.5-Coder-0.5B the largest of 4,864 is 20 t
 square, and a row's step is set by it. Times a Hadamard matrix H, block by block, an outlier spreads
 over its block. (x H)(W H)^T = x W^T, so a verifier that rotates inputs computes the same function.
 
-A folder keeps plain weights, which every engine reads, and says that they are to be rotated; a
-verifier rotates and rounds them once more when it loads them. Measured on that model, W8A8, mean KL
-to BF16 over that of plain rounding: 0.24 rotated, 0.25 rotated from plain INT8, 0.72 without.
+A W8A8 folder keeps plain weights, which every engine reads, and says that they are to be rotated; a
+verifier rotates and rounds them once more when it loads them. Measured on that model, on 800 tokens
+of the BF16 verifier's answers, mean KL to BF16 over that of plain rounding: searched scales alone
+0.83, rotated before the first rounding 0.23, after it 0.30. 4-bit weights are stored rotated.
 """
 
 from __future__ import annotations
