@@ -7,8 +7,9 @@
 // log2(B) stages of sums and differences of values 2^s apart, s ascending, after a multiplication by
 // B^-1/2: one order in all tiers, so all give equal bits. Four stages stay within a register of 16
 // lanes, where x[i ^ 2^s] is exchanged and half of the lanes change their sign.
-
-constexpr int64_t kLeastRotation = 16;
+//
+// Measured, one thread, a row of 4,864 in blocks of 256: 0.75 us in avx512, 0.97 in avx2, 1.7 in
+// plain C++. A W8A8 product of 896 x 4,864 takes up to 5 % longer with it, at 1, 6 and 16 rows.
 
 template <int N>
 struct Butterfly {
