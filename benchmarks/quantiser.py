@@ -6,8 +6,8 @@
 ARM is SCHEME:SMOOTH:WEIGHTS[:GROUP], such as w8a8:search:rtn or w4a8:search:gptq:64. SMOOTH is also
 `compressor`: SmoothQuant with the mapping of llm-compressor, whose scales come from ranges and go
 to q, k, v and gate, up only. WEIGHTS is also `symmetric`, for W4A8: round-to-nearest without zero
-points, scale = absmax / 7. `+hadamard` at the end rotates the inputs of `down`, `+head` gives an
-arm an INT8 head.
+points, scale = absmax / 7. `+hadamard` at the end rotates the inputs of `down`, `+int8=qkv,o` keeps
+these groups in 8 bits, `+head` gives an arm an INT8 head.
 
 The model is read once, all arms go through a layer before the next is read, and every arm predicts
 the same positions: N, windows of a text, and G, the BF16 verifier's own greedy answers to prompts
@@ -94,12 +94,14 @@ class Contender:
     @classmethod
     def parse(cls, name: str, states: Sequence[Tensor], config: ModelConfig) -> Contender:
         text, *extras = name.split("+")
-        if unknown := {*extras} - {"hadamard", "head"}:
+        int8 = tuple(g for e in extras if e.startswith("int8=") for g in e[5:].split(","))
+        extras = [extra for extra in extras if not extra.startswith("int8=")]
+        if unknown := ({*extras} - {"hadamard", "head"}) | ({*int8} - {*GROUPS}):
             raise SystemExit(f"{name}: {', '.join(unknown)} is not known")
         scheme, smooth, weights, *group = text.split(":")
         block = block_of(config.intermediate_size) if "hadamard" in extras else 0
         size = int(group[0]) if group else None
-        recipe = default_recipe(scheme, smooth, weights, size, block)
+        recipe = default_recipe(scheme, smooth, weights, size, block, int8)
         if smooth == "compressor":
             recipe = Compressor(recipe.format, smooth, weights, block)
         return cls(name, recipe, weights == "symmetric", "head" in extras, list(states))

@@ -126,6 +126,29 @@ def test_a_w4a8_folder_in_shards(quasar, grouped, tmp_path):
     assert refused.code == 1 and "already quantised: it holds w4a8 weights" in refused.error
 
 
+def test_groups_in_int8(quasar, grouped, tmp_path):
+    """The card, info and generate agree on a folder of both precisions."""
+    out = tmp_path / "out"
+    report = quasar("quantize", grouped, out, "--scheme", "w4a8", "--int8", "o,qkv", "--json").json
+    assert report["int8"] == ["qkv", "o"]
+    found = quasar("info", out, "--json").json["quantization"]
+    assert found["weights"] == "int4, a scale and a zero point for 32 inputs, some int8"
+    assert found["linears"] == {
+        "qkv": {"w8a8": 6},
+        "o": {"w8a8": 2},
+        "gate_up": {"w4a8": 4},
+        "down": {"w4a8": 2},
+    }
+    made = quasar("generate", out, "-p", "hello", "--verifier", "w4a8", "--max-tokens", "4")
+    assert made.code == 0
+    refused = quasar("quantize", grouped, tmp_path / "no", "--scheme", "w4a8", "--int8", "qkv,v")
+    assert refused.code == 2 and "--int8 'v' is none of qkv, o, gate_up, down" in refused.error
+    none = quasar("quantize", grouped, tmp_path / "4", "--scheme", "w4a8", "--int8", "none")
+    assert none.code == 0
+    linears = quasar("info", tmp_path / "4", "--json").json["quantization"]["linears"]
+    assert linears["qkv"] == {"w4a8": 6}
+
+
 @pytest.mark.parametrize("options", [(), ("--scheme", "w4a8", "--shard-size", "20kB")])
 def test_a_dry_run_tells_the_sizes_and_writes_nothing(quasar, grouped, tmp_path, options):
     told = quasar("quantize", grouped, tmp_path / "out", *options, "--dry-run", "--json").json

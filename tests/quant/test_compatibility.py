@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 import tiny
 from quasar.checkpoints import open_checkpoint
 from quasar.errors import CheckpointError
-from quasar.kernels.base import DenseWeight
+from quasar.kernels.base import DenseWeight, Int8Weight
 from quasar.kernels.reference import rms_norm
 from quasar.models.families import parse_config
 from quasar.models.layer import FloatLinear, Layer, embedded
 from quasar.models.tensors import (
     EMBEDDING,
+    GROUPS,
     LINEARS,
     final_norm,
     head_rows,
@@ -95,19 +96,19 @@ def test_transformers_reads_the_same_weights(folder):
     assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
 
 
-def decompressed(folder, module, dtype):
+def decompressed(folder, module, dtype, group="group_0"):
     """A weight as the library makes it from the folder's files, in the type of its scales."""
     content = json.loads((folder / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(
         {k: v for k, v in content.items() if not k.startswith(("version", "sparsity", "transform"))}
-    ).config_groups["group_0"]
+    ).config_groups[group]
     parts = {
         name.removeprefix(f"{module}."): tensor
         for name, tensor in load_file(folder / "model.safetensors").items()
         if name.startswith(f"{module}.")
     }
     parts["weight_scale"] = parts["weight_scale"].to(dtype)
-    compressor = BaseCompressor.get_value_from_registry(content["format"])
+    compressor = BaseCompressor.get_value_from_registry(scheme.format or content["format"])
     return compressor.decompress(parts, scheme)["weight"]
 
 
@@ -128,16 +129,43 @@ def test_the_library_decompresses_w4a8_to_our_weights(write_model, tmp_path, gro
         assert torch.equal(decompressed(out, module, torch.bfloat16), expected.bfloat16())
 
 
+def test_the_library_sees_which_linears_have_8_bits(write_model, tmp_path):
+    """It applies the scheme of the named group to them, and decompresses both kinds to ours."""
+    source, out = open_checkpoint(write_model("llama", **GROUPABLE)), tmp_path / "out"
+    quantize(source, out, QuantizeOptions(scheme="w4a8", int8=("qkv", "down"), hadamard=False))
+    content = json.loads((out / "config.json").read_text())
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig.from_dict(
+            {k: v for k, v in content.items() if k != "quantization_config"}
+        )
+    )
+    apply_quantization_config(
+        model, QuantizationConfig.model_validate(content["quantization_config"])
+    )
+    checkpoint = open_checkpoint(out)
+    for module in MODULES:
+        weight = checkpoint.linear(module)
+        wider = module.endswith(("q_proj", "k_proj", "v_proj", "down_proj"))
+        assert isinstance(weight, Int8Weight) == wider
+        assert model.get_submodule(module).quantization_scheme.weights.num_bits == 4 + 4 * wider
+        found = decompressed(out, module, torch.float32, f"group_{int(wider)}")
+        assert torch.equal(found, dequantize(weight))
+
+
+@pytest.mark.parametrize("int8", [(), ("qkv", "gate_up")])
 @pytest.mark.parametrize("family", sorted(tiny.CONFIGS))
-def test_a_w4a8_folder_predicts_like_its_report(write_model, tmp_path, family):
+def test_a_w4a8_folder_predicts_like_its_report(write_model, tmp_path, family, int8):
     """What is read back is what was measured: fused linears, biases, norms and all."""
     sizes = GROUPABLE
     if family == "phi3":  # its heads are hidden_size / heads wide, for which it has divisors
         sizes = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 8}
     source = open_checkpoint(write_model(family, **sizes))
-    quantize(source, tmp_path / "out", QuantizeOptions(scheme="w4a8", hadamard=False))
+    options = QuantizeOptions(scheme="w4a8", int8=int8, hadamard=False)
+    quantize(source, tmp_path / "out", options)
     checkpoint = open_checkpoint(tmp_path / "out")
     assert parse_config(checkpoint.config) == parse_config(source.config)
+    for name, weight in read_linears(checkpoint, parse_config(checkpoint.config), 1).items():
+        assert isinstance(weight, Int8Weight) == any(name in GROUPS[group] for group in int8)
     found = folder_logits(tmp_path / "out", lambda w: FloatLinear(dequantize(w), w.bias))
     expected = folder_logits(source.path, lambda w: FloatLinear(w.weight.float(), w.bias))
     assert (found - expected).std() < 0.75 * expected.std()

@@ -20,7 +20,7 @@ from quasar.errors import CheckpointError, QuasarError, UsageError
 from quasar.kernels.base import DenseWeight, Int8Weight
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
-from quasar.models.tensors import LINEARS
+from quasar.models.tensors import GROUPS, LINEARS
 from quasar.quantization import recipe, saving
 from quasar.quantization.pipeline import QuantizeOptions, quantize
 from quasar.quantization.smooth import Smoothing, smoothquant
@@ -557,8 +557,41 @@ def test_missing_tensors_are_refused_before_any_work(write_model, tmp_path):
         ({"smooth": "os+"}, "--smooth os\\+ is not available.*search, smoothquant, none"),
         ({"weights": "awq"}, "--weights awq is not available.*rtn, clip, gptq"),
         ({"group_size": 32}, "--group-size: w8a8 has one scale a row"),
+        ({"int8": ("qkv",)}, "--int8: w8a8 has 8 bits everywhere"),
+        ({"scheme": "w4a8", "int8": ("qkv", "")}, "--int8 '' is none of qkv, o, gate_up, down"),
+        ({"scheme": "w4a8", "int8": ("v_proj",)}, "--int8 'v_proj' is none of qkv, o, gate_up"),
+        ({"scheme": "w4a8", "int8": tuple(GROUPS)}, "--int8: .*this is --scheme w8a8"),
     ],
 )
 def test_options_of_other_versions_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         QuantizeOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        ({"intermediate_size": 512}, {}, ("qkv",)),
+        ({"intermediate_size": 64}, {}, ()),  # more than a sixth of the weights
+        ({"intermediate_size": 512}, {"smooth": "none"}, ()),
+        ({"intermediate_size": 64}, {"int8": ("down", "qkv")}, ("qkv", "down")),
+        ({"intermediate_size": 512}, {"int8": ()}, ()),
+        ({"intermediate_size": 512}, {"scheme": "w8a8"}, ()),
+    ],
+)
+def test_small_groups_keep_eight_bits(write_model, sizes, options, expected):
+    config = parse_config(open_checkpoint(write_model("llama", hidden_size=64, **sizes)).config)
+    assert QuantizeOptions(**{"scheme": "w4a8"} | options).recipe(config).int8 == expected
+
+
+def test_a_linear_in_int8_has_a_smaller_error(write_model, tmp_path):
+    """On the card and in the folder; the round-to-nearest beside it has 4 bits."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    source = open_checkpoint(write_model("llama", **sizes))
+    options = QuantizeOptions("w4a8", "none", "rtn", int8=("o",))
+    entries = quantize(source, tmp_path / "out", options).linears()
+    for entry in entries:
+        assert entry["relative_error_rtn"] > 0.03
+        assert (entry["scheme"] == "w8a8") == entry["name"].endswith("o_proj")
+        if entry["scheme"] != "bf16":  # a random linear may be too bad for 4 bits
+            assert (entry["relative_error"] < 0.03) == (entry["scheme"] == "w8a8")

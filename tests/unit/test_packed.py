@@ -18,7 +18,7 @@ from quasar.checkpoints import open_checkpoint
 from quasar.checkpoints.packing import pack, stored_linear, unpack
 from quasar.checkpoints.scheme import parse_scheme
 from quasar.errors import CheckpointError
-from quasar.kernels.base import DenseWeight, Int4Weight
+from quasar.kernels.base import DenseWeight, Int4Weight, Int8Weight
 
 UP = "model.layers.1.mlp.up_proj"
 SHAPE = (64, 32)
@@ -256,8 +256,8 @@ def _top(**change: Any) -> Callable[[dict[str, Any]], Any]:
         (_top(desc_act=True), "desc_act True is not known"),
         (_top(ignore="lm_head"), "ignore is not a list"),
         (_top(ignore=[3]), "ignore is not a list"),
-        (_top(config_groups={}), "exactly one entry in config_groups"),
-        (_top(config_groups=[]), "exactly one entry in config_groups"),
+        (_top(config_groups={}), "config_groups has 0 entries, not one"),
+        (_top(config_groups=[]), "config_groups is not an object"),
         (_top(config_groups={"a": None}), "config_groups.a: targets"),
         (_group(targets=["re:.*up_proj"]), "targets must be"),
         (_group(output_activations={"num_bits": 8}), "output_activations"),
@@ -305,3 +305,102 @@ def test_keys_that_say_nothing_of_the_weights() -> None:
     _part("weights", observer="minmax", observer_kwargs={}, actorder="static")(config)
     _part("input_activations", observer=None, scale_dtype=None, group_size=-1)(config)
     assert parse_scheme(config, "here").name == "w4a8"
+
+
+WIDER = ("mlp.up_proj", "mlp.gate_proj")
+"""Linears that the mixed folder of these tests stores in W8A8."""
+
+
+def mixed() -> dict[str, Any]:
+    """The config of a W4A8 folder, some of whose linears are in W8A8."""
+    config = quantization(format="mixed-precision")
+    int8 = json.loads(json.dumps(tiny_files.QUANTIZATION))["config_groups"]["group_0"]
+    targets = [rf"re:.*mlp\.{part}_proj$" for part in ("up", "gate")]
+    config["config_groups"]["group_1"] = int8 | {"targets": targets, "format": "int-quantized"}
+    return config
+
+
+def mixed_tensors() -> dict[str, Tensor]:
+    values = packed_tensors()
+    int8 = tiny_files.quantised(tiny_files.tensors(), torch.float32)
+    for name in [name for name in values if any(part in name for part in WIDER)]:
+        del values[name]
+    return values | {name: x for name, x in int8.items() if any(part in name for part in WIDER)}
+
+
+def test_some_linears_in_int8(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write(tmp_path, mixed_tensors(), mixed()))
+    assert checkpoint.precision == "w4a8"
+    int8 = tiny_files.quantised(tiny_files.tensors(), torch.float32)
+    linears = [name for name in checkpoint.names() if name.endswith("_proj.weight")]
+    assert len(linears) == 14
+    for name in linears:
+        found = checkpoint.linear(name.removesuffix(".weight"))
+        if not any(part in name for part in WIDER):
+            assert isinstance(found, Int4Weight)
+            continue
+        assert isinstance(found, Int8Weight)
+        assert torch.equal(found.codes, int8[name])
+        assert torch.equal(found.scale[:, None], int8[f"{name}_scale"])
+        assert torch.equal(checkpoint.tensor(name), found.codes)
+
+
+def _second(**change: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config["config_groups"]["group_1"].update(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_top(format="pack-quantized"), "config_groups has 2 entries, not one"),
+        (lambda config: config["config_groups"].popitem(), "two config_groups"),
+        (lambda config: config["config_groups"].update(more={}), "two config_groups"),
+        (_top(config_groups={"a": [], "b": 3}), "two config_groups"),
+        (_second(format="pack-quantized"), "two config_groups"),
+        (_second(format=None), "two config_groups"),
+        (_second(format=["int-quantized"]), "two config_groups"),
+        (_second(targets="Linear"), "group_1: targets is not a list"),
+        (_second(targets=None), "group_1: targets is not a list"),
+        (_second(targets=[]), "group_1: targets names no module"),
+        (_second(targets=["Linear"]), "group_1: targets names a class"),
+        (_second(targets=["re:(a+)+$"]), r"group_1: targets: pattern 're:\(a\+\)\+\$'"),
+        (_second(weights=None), "group_1.weights is missing"),
+        (_second(surprise=1), "group_1: surprise 1 is not known"),
+        (_second(output_activations={"num_bits": 8}), "group_1: output_activations"),
+        (_group(targets=["re:.*down_proj$"]), "group_0: targets must be"),
+        (_group(input_activations=None), "mixed-precision of w4a16 and w8a8"),
+    ],
+)
+def test_malformed_mixed_configs(change: Callable[[dict[str, Any]], Any], named: str) -> None:
+    config = mixed()
+    assert parse_scheme(config, "here").of("model.layers.0.mlp.up_proj") == "w8a8"
+    assert parse_scheme(config, "here").of("model.layers.0.mlp.down_proj") == "w4a8"
+    change(config)
+    with pytest.raises(CheckpointError, match=f"^here.*{named}"):
+        parse_scheme(config, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        (f"{UP}.weight_packed", torch.zeros(64, 4, dtype=I32), "weight_packed.*scheme is W8A8"),
+        (f"{UP}.weight_zero_point", torch.zeros(8, 1, dtype=I32), "weight_zero_point"),
+        (f"{UP}.weight_shape", torch.tensor([64, 32]), "weight_shape.*int-quantized"),
+        (f"{UP}.weight", torch.zeros(64, 32, dtype=BF16), "up_proj.weight"),
+        (f"{UP}.weight", None, "weight_scale.*belongs to no I8 weight"),
+        (f"{UP}.weight_scale", None, "weight_scale"),
+        (
+            "model.layers.1.self_attn.q_proj.weight",
+            torch.zeros(32, 32, dtype=torch.int8),
+            r"q_proj\.weight.*twice",
+        ),
+    ],
+)
+def test_malformed_mixed_tensors(
+    tmp_path: Path, name: str, value: Tensor | None, named: str
+) -> None:
+    values = mixed_tensors()
+    values.pop(name, None)
+    if value is not None:
+        values[name] = value
+    fails(write(tmp_path, values, mixed()), named)

@@ -43,7 +43,9 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
             module, _, part = name.rpartition(".")
             if part in (SCALE, ZERO, SHAPE, "weight_g_idx"):
                 self._check_part(module, part)
-            elif part == self._stem and (self.scheme.packed or self._is_int8(name)):
+            elif part == PACKED and not self.scheme.packs(module):
+                raise CheckpointError(f"{self.where(name)} is packed, yet its scheme is W8A8")
+            elif part == PACKED or (part == self._stem(module) and self._is_int8(name)):
                 self._shapes[f"{module}.weight"] = self._checked_shape(module)
             elif part == "weight" and self._is_plain_linear(module):
                 raise CheckpointError(
@@ -56,14 +58,14 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
     def linear(self, module: str) -> LinearWeight:
         if f"{module}.weight" not in self._shapes or self.precision == "bf16":
             return super().linear(module)
-        if self.precision == "w8a8":
+        if not self.scheme.packs(module):
             codes = self.entry(f"{module}.weight").read()
             return Int8Weight(codes, self._scale(module).flatten(), self.bias(module))
         return self._int4(module)
 
     def precision_of(self, module: str) -> str:
         """The scheme of a linear, or bf16, without reading it."""
-        return self.scheme.name if f"{module}.weight" in self._shapes else "bf16"
+        return self.scheme.of(module) if f"{module}.weight" in self._shapes else "bf16"
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes.get(name) or super().shape(name)
@@ -72,7 +74,7 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
         if name not in self._shapes:
             return super().tensor(name)
         module = name.removesuffix(".weight")
-        if self.scheme.name == "w8a8":
+        if not self.scheme.packs(module):
             return self.entry(name).read()
         if self.scheme.name == "w4a8":
             return self._codes(module)
@@ -81,10 +83,9 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
         values = grouped.mul_(weight.scale[..., None]).flatten(1)
         return to_bfloat16(values, self.where(f"{module}.{PACKED}"))
 
-    @property
-    def _stem(self) -> str:
+    def _stem(self, module: str) -> str:
         """The part that a quantised linear is known by."""
-        return PACKED if self.scheme.packed else "weight"
+        return PACKED if self.scheme.packs(module) else "weight"
 
     def _codes(self, module: str) -> Tensor:
         columns = self._shapes[f"{module}.weight"][1]
@@ -118,33 +119,31 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
 
     def _check_part(self, module: str, part: str) -> None:
         """A tensor beside a quantised weight: is there one, and does the scheme have this part?"""
-        stem = self._entries.get(f"{module}.{self._stem}")
-        name = f"{module}.{part}"
+        stem = self._entries.get(f"{module}.{self._stem(module)}")
+        name, packed = f"{module}.{part}", self.scheme.packs(module)
         if part == "weight_g_idx":
             raise CheckpointError(
                 f"{self.where(name)} reorders the inputs (actorder), which is not supported"
             )
-        if stem is None or (not self.scheme.packed and stem.dtype != torch.int8):
-            kind = PACKED if self.scheme.packed else "I8 weight"
+        if stem is None or (not packed and stem.dtype != torch.int8):
+            kind = PACKED if packed else "I8 weight"
             raise CheckpointError(f"{self.where(name)} belongs to no {kind}")
-        if part == ZERO and self.scheme.symmetric:
+        if part == ZERO and (self.scheme.symmetric or not packed):
             raise CheckpointError(f"{self.where(name)} is there, yet the scheme is symmetric")
-        if part == SHAPE and not self.scheme.packed:
+        if part == SHAPE and not packed:
             raise CheckpointError(f"{self.where(name)} is not of the format int-quantized")
 
     def _checked_shape(self, module: str) -> tuple[int, ...]:
         """[out, in] of a quantised linear whose parts all have the right types and sizes."""
-        stem = self.entry(f"{module}.{self._stem}")
+        name = f"{module}.{self._stem(module)}"
+        stem, stem_name = self.entry(name), self.where(name)
         if self.scheme.ignores(module):
             raise CheckpointError(
-                f"{self.where(f'{module}.{self._stem}')} is quantised (I8 or packed), yet `ignore` "
-                "lists its module"
+                f"{stem_name} is quantised (I8 or packed), yet `ignore` lists its module"
             )
         if not module.endswith("_proj") and self.precision != "bf16":
-            raise CheckpointError(
-                f"{self.where(f'{module}.{self._stem}')}: only projections may be quantised"
-            )
-        if not self.scheme.packed:
+            raise CheckpointError(f"{stem_name}: only projections may be quantised")
+        if not self.scheme.packs(module):
             shape = stem.shape
             if len(shape) != 2:
                 raise CheckpointError(f"{self.where(f'{module}.weight')} is no matrix")

@@ -1,4 +1,6 @@
-"""`quantization_config` of a compressed-tensors folder: one scheme for all linears but the ignored.
+"""`quantization_config` of a compressed-tensors folder: how its linears are stored.
+
+One scheme holds for all linears but the ignored, or W4A8 for most and W8A8 for those named.
 
 Every key is understood, known to say nothing about the weights, or refused by name.
 """
@@ -7,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quasar.errors import CheckpointError
 from quasar.kernels.base import GROUP_SIZES, ROTATIONS
 
+MIXED = "mixed-precision"
 _TOP: dict[str, tuple[Any, ...]] = {
     "quant_method": ("compressed-tensors",),
-    "format": ("int-quantized", "pack-quantized"),
+    "format": ("int-quantized", "pack-quantized", MIXED),
     "quantization_status": (None, "compressed", "frozen"),
     "kv_cache_scheme": (None,),
     "transform_config": (None, {}),
@@ -62,10 +65,16 @@ class Scheme:
     """Inputs that share a scale; None: all inputs of a row."""
     ignore: tuple[str, ...]
     """Modules that are stored in floating point: names, or patterns after `re:`."""
+    int8: tuple[str, ...] = ()
+    """Modules of a W4A8 folder that are stored in W8A8, likewise."""
 
-    @property
-    def packed(self) -> bool:
-        return self.name != "w8a8"
+    def of(self, module: str) -> str:
+        """The scheme of a linear that is not ignored."""
+        return "w8a8" if _matches(self.int8, module) else self.name
+
+    def packs(self, module: str) -> bool:
+        """Whether its weights are 4-bit integers, eight to a word."""
+        return self.of(module) != "w8a8"
 
     @property
     def precision(self) -> str:
@@ -73,11 +82,15 @@ class Scheme:
         return "bf16" if self.name == "w4a16" else self.name
 
     def ignores(self, module: str) -> bool:
-        return module in self.ignore or any(
-            re.match(pattern.removeprefix("re:"), module)
-            for pattern in self.ignore
-            if pattern.startswith("re:")
-        )
+        return _matches(self.ignore, module)
+
+
+def _matches(patterns: Sequence[str], module: str) -> bool:
+    return module in patterns or any(
+        re.match(pattern.removeprefix("re:"), module)
+        for pattern in patterns
+        if pattern.startswith("re:")
+    )
 
 
 def parse_rotation(config: Mapping[str, Any], scheme: Scheme, where: str) -> int:
@@ -107,31 +120,66 @@ def parse_rotation(config: Mapping[str, Any], scheme: Scheme, where: str) -> int
 
 
 def parse_scheme(quantization: Any, where: str) -> Scheme:
-    """CheckpointError, naming the key, for whatever is not one of the three schemes."""
+    """CheckpointError, naming the key, for whatever is none of the schemes."""
     if not isinstance(quantization, dict):
         raise CheckpointError(f"{where} is not an object")
     _check(quantization, _TOP, _TOP_SILENT, where, {*_TOP} - {"quant_method", "format"})
+    ignore = _names(quantization.get("ignore") or [], f"{where}: ignore")
     groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise CheckpointError(f"{where}: exactly one entry in config_groups is supported")
-    (name, group), *_ = groups.items()
-    where_group = f"{where}: config_groups.{name}"
-    weights, activations = _parts(group, quantization["format"], where_group)
-    ignore = _ignored(quantization.get("ignore") or [], where)
-    if quantization["format"] == "int-quantized":
-        _check_part(weights, _INT8_WEIGHTS, f"{where_group}.weights")
-        _check_part(activations, _ACTIVATIONS, f"{where_group}.input_activations")
+    if not isinstance(groups, dict):
+        raise CheckpointError(f"{where}: config_groups is not an object")
+    named = {f"{where}: config_groups.{name}": group for name, group in groups.items()}
+    if quantization["format"] == MIXED:
+        return _mixed(named, ignore, where)
+    if len(named) != 1:
+        raise CheckpointError(f"{where}: config_groups has {len(named)} entries, not one")
+    ((where_group, group),) = named.items()
+    return _single(group, quantization["format"], ignore, where_group)
+
+
+def _mixed(named: Mapping[str, Any], ignore: tuple[str, ...], where: str) -> Scheme:
+    """A W4A8 group for every linear, and a W8A8 one for some by name, which comes before it."""
+    formats = ("pack-quantized", "int-quantized")
+    found = {
+        format: (name, group)
+        for name, group in named.items()
+        for format in formats
+        if isinstance(group, dict) and group.get("format") == format
+    }
+    if len(named) != 2 or len(found) != 2:
+        raise CheckpointError(
+            f"{where}: {MIXED} is supported with two config_groups, whose `format` are "
+            f"{' and '.join(formats)}"
+        )
+    (where_int4, int4), (where_int8, int8) = (found[format] for format in formats)
+    scheme = _single(int4, formats[0], ignore, where_int4)
+    if scheme.name != "w4a8":
+        raise CheckpointError(f"{where}: {MIXED} of {scheme.name} and w8a8 is not supported")
+    modules = _names(int8.get("targets"), f"{where_int8}: targets")
+    if not modules or "Linear" in modules:
+        wrong = "a class" if modules else "no module"
+        raise CheckpointError(f"{where_int8}: targets names {wrong}")
+    _single({**int8, "targets": ["Linear"]}, formats[1], ignore, where_int8)
+    return replace(scheme, int8=modules)
+
+
+def _single(group: Any, format: str, ignore: tuple[str, ...], where: str) -> Scheme:
+    """The scheme of one group, for every linear."""
+    weights, activations = _parts(group, format, where)
+    if format == "int-quantized":
+        _check_part(weights, _INT8_WEIGHTS, f"{where}.weights")
+        _check_part(activations, _ACTIVATIONS, f"{where}.input_activations")
         return Scheme("w8a8", True, None, ignore)
-    _check_part(weights, _INT4_WEIGHTS | {"group_size": None}, f"{where_group}.weights")
+    _check_part(weights, _INT4_WEIGHTS | {"group_size": None}, f"{where}.weights")
     if activations is not None:
-        _check_part(activations, _ACTIVATIONS, f"{where_group}.input_activations")
+        _check_part(activations, _ACTIVATIONS, f"{where}.input_activations")
     scheme = "w4a16" if activations is None else "w4a8"
-    size = _group_size(weights, scheme, f"{where_group}.weights")
+    size = _group_size(weights, scheme, f"{where}.weights")
     return Scheme(scheme, weights["symmetric"], size, ignore)
 
 
 def _parts(group: Any, format: str, where: str) -> tuple[Any, Any]:
-    """Weights and input activations of the one group."""
+    """Weights and input activations of a group."""
     if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
         raise CheckpointError(f"{where}: targets must be ['Linear']")
     allowed: dict[str, Sequence[Any]] = {"output_activations": (None,), "format": (None, format)}
@@ -181,12 +229,13 @@ def _group_size(weights: Mapping[str, Any], scheme: str, where: str) -> int | No
     return size
 
 
-def _ignored(ignore: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
-        raise CheckpointError(f"{where}: ignore is not a list of names")
-    if sum(item.startswith("re:") for item in ignore) > _MAX_PATTERNS:
-        raise CheckpointError(f"{where}: ignore has more than {_MAX_PATTERNS} patterns")
-    for item in ignore:
+def _names(names: Any, where: str) -> tuple[str, ...]:
+    """Names of modules, or safe patterns of them."""
+    if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
+        raise CheckpointError(f"{where} is not a list of names")
+    if sum(item.startswith("re:") for item in names) > _MAX_PATTERNS:
+        raise CheckpointError(f"{where} has more than {_MAX_PATTERNS} patterns")
+    for item in names:
         if item.startswith("re:") and not _SAFE_PATTERN.fullmatch(item):
-            raise CheckpointError(f"{where}: ignore pattern {item!r} is not supported")
-    return tuple(ignore)
+            raise CheckpointError(f"{where}: pattern {item!r} is not supported")
+    return tuple(names)

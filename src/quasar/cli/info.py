@@ -116,8 +116,9 @@ def quantization(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     scale = "a scale" if scheme.symmetric else "a scale and a zero point"
     return {
         "scheme": scheme.name,
-        "weights": f"{'int4' if scheme.packed else 'int8'}, {scale} "
-        + (f"for {size} inputs" if size else "a row"),
+        "weights": f"{'int8' if scheme.name == 'w8a8' else 'int4'}, {scale} "
+        + (f"for {size} inputs" if size else "a row")
+        + (", some int8" if scheme.int8 else ""),
         "group_size": size,
         "activations": "16 bits" if scheme.name == "w4a16" else "int8, a scale a token",
         "used_as": f"{checkpoint.precision} weights"

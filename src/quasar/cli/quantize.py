@@ -40,6 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="input channels that share a scale, for w4a8: 32 (default), 64 or 128",
     )
     parser.add_argument(
+        "--int8",
+        metavar="GROUPS",
+        help="linears that keep 8 bits in w4a8: some of qkv,o,gate_up,down, or none (default: qkv, "
+        "where it is at most a sixth of the weights, with --smooth search)",
+    )
+    parser.add_argument(
         "--calib",
         default=BUILTIN,
         metavar="FILE",
@@ -95,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         file,
         args.shard_size or SHARD_BYTES,
         args.rotate,
+        int8_groups(args.int8),
     )
     with terminal.progress_bar() as progress:
         checkpoint = open_model(args.model, args.revision, args.offline)
@@ -107,6 +114,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(json_text(report.to_json()) if args.json else page(report))
     return 0
+
+
+def int8_groups(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return () if text == "none" else tuple(text.split(","))
 
 
 def estimate_page(found: Estimate) -> str:

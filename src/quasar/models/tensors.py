@@ -7,7 +7,7 @@ weights as they multiply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -156,6 +156,12 @@ def stored_norms(norms: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
         names.get(name, name): (weight - config.norm_offset).bfloat16()
         for name, weight in norms.items()
     }
+
+
+def stored_modules(names: Sequence[str], config: ModelConfig) -> list[str]:
+    """The modules that hold these linears in a checkpoint of this family."""
+    inside = {part: module for module, parts in config.layout.fused.items() for part in parts}
+    return list(dict.fromkeys(inside.get(name, name) for name in names))
 
 
 def stored_linears(

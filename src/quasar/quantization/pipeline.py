@@ -25,7 +25,6 @@ from torch import Tensor
 
 from quasar import __version__
 from quasar.checkpoints.base import Checkpoint
-from quasar.checkpoints.scheme import DOWN, EXTENSION, ROTATED_INPUTS
 from quasar.checkpoints.shards import SHARD_BYTES, plan
 from quasar.checkpoints.writer import CheckpointWriter
 from quasar.errors import CheckpointError, UsageError
@@ -37,6 +36,7 @@ from quasar.models.layer import LayerTensors, read_layer
 from quasar.models.tensors import (
     EMBEDDING,
     FINAL_NORM,
+    GROUPS,
     HEAD,
     check_model,
     final_norm,
@@ -46,6 +46,7 @@ from quasar.models.tensors import (
     linear_shapes,
 )
 from quasar.quantization.calibrate import SEQUENCE_TOKENS, CalibrationText, calibration_text
+from quasar.quantization.folder import folder_config
 from quasar.quantization.hadamard import block_of
 from quasar.quantization.recipe import (
     GROUP_SIZES,
@@ -53,6 +54,7 @@ from quasar.quantization.recipe import (
     SMOOTHING,
     WEIGHTS,
     Recipe,
+    default_int8,
     default_recipe,
 )
 from quasar.quantization.report import REPORT_FILE, Report, Rotation
@@ -60,7 +62,7 @@ from quasar.quantization.rotation import RotatedCheckpoint, check_rotatable
 from quasar.quantization.saving import Saver, restore, result_from_json
 from quasar.quantization.simulation import Arm
 from quasar.quantization.trial import Trial, TrialResult, workers
-from quasar.quantization.weights import QuantizedLayer, WeightFormat
+from quasar.quantization.weights import QuantizedLayer
 from quasar.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("quasar")
@@ -91,6 +93,8 @@ class QuantizeOptions:
     """Largest file of weights, unless one tensor is larger."""
     rotate: bool = False
     """Whether to make a rotated form too, and to keep it if it is better."""
+    int8: tuple[str, ...] | None = None
+    """Groups that keep 8 bits in W4A8; None: those of `default_int8`, if smoothing is searched."""
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -110,19 +114,40 @@ class QuantizeOptions:
                 f"--group-size {self.group_size} is none of {', '.join(map(str, GROUP_SIZES))}"
             )
 
+        self._check_int8()
+
+    def _check_int8(self) -> None:
+        if self.int8 is None:
+            return
+        if self.scheme == "w8a8":
+            raise UsageError("--int8: w8a8 has 8 bits everywhere")
+        for group in self.int8:
+            if group not in GROUPS:
+                raise UsageError(f"--int8 {group!r} is none of {', '.join(GROUPS)}")
+        if set(self.int8) == set(GROUPS):
+            raise UsageError("--int8: with all groups in INT8 this is --scheme w8a8")
+
     def recipe(self, config: ModelConfig) -> Recipe:
         """For this model; UsageError where its inputs of `down` cannot be rotated as asked."""
-        wanted, block = self.hadamard, 0
+        block, int8 = self._block(config), self.int8
+        if int8 is None:
+            int8 = default_int8(config) if self.smooth == "search" else ()
+        chosen = tuple(group for group in GROUPS if group in int8)
+        return default_recipe(
+            self.scheme, self.smooth, self.weights, self.group_size, block, chosen
+        )
+
+    def _block(self, config: ModelConfig) -> int:
+        wanted = self.hadamard
         if wanted is None:
             wanted = self.smooth == "search"
-        if wanted:
-            block = block_of(config.intermediate_size)
-            if self.hadamard and not block:
-                raise UsageError(
-                    f"--hadamard on: no power of two from {ROTATIONS[0]} on divides the "
-                    f"{config.intermediate_size} inputs of down_proj"
-                )
-        return default_recipe(self.scheme, self.smooth, self.weights, self.group_size, block)
+        block = block_of(config.intermediate_size) if wanted else 0
+        if self.hadamard and not block:
+            raise UsageError(
+                f"--hadamard on: no power of two from {ROTATIONS[0]} on divides the "
+                f"{config.intermediate_size} inputs of down_proj"
+            )
+        return block
 
 
 def quantize(
@@ -166,7 +191,7 @@ class Source:
             check_rotatable(config)
         check_model(checkpoint, config)
         recipe = options.recipe(config)
-        check_groups(config, recipe.format)
+        check_groups(config, recipe)
         tokenizer = load_tokenizer(checkpoint)
         longest = min(SEQUENCE_TOKENS, config.context_length)
         text = calibration_text(tokenizer, options.calibration, longest)
@@ -190,7 +215,7 @@ class Source:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names, shapes and types of all that is written if no linear stays in BF16: no data."""
-        layer = blank_layer(self.config, self.recipe.format)
+        layer = blank_layer(self.config, self.recipe)
         for index in range(self.config.layers):
             for name, tensor in layer.stored(self.config):
                 yield layer_prefix(index) + name, tensor
@@ -219,11 +244,12 @@ class Source:
         return plan(form.tensors(), self.options.shard_bytes)
 
 
-def check_groups(config: ModelConfig, format: WeightFormat) -> None:
+def check_groups(config: ModelConfig, recipe: Recipe) -> None:
+    size = recipe.format.group_size
     for name, (_, columns) in linear_shapes(config).items():
-        if format.group_size and columns % format.group_size:
+        if size and columns % size:
             raise UsageError(
-                f"--scheme w4a8: groups of {format.group_size} (--group-size) do not divide the "
+                f"--scheme w4a8: groups of {size} (--group-size) do not divide the "
                 f"{columns} inputs of {name}"
             )
 
@@ -482,49 +508,8 @@ class _Run:
         return report
 
 
-def blank_layer(config: ModelConfig, format: WeightFormat) -> QuantizedLayer:
-    """A layer of this format without data."""
+def blank_layer(config: ModelConfig, recipe: Recipe) -> QuantizedLayer:
+    """A layer of this recipe without data."""
     with torch.device("meta"):
         tensors = {name: torch.empty(shape) for name, shape in layer_shapes(config).items()}
-        return QuantizedLayer.round(tensors, format)
-
-
-def folder_config(
-    checkpoint: Checkpoint, recipe: Recipe, dense: Sequence[str] = ()
-) -> dict[str, Any]:
-    """config.json of the quantised folder; `dense` names the linears left in BF16.
-
-    For W8A8 only fields that every release of compressed-tensors accepts: its classes forbid
-    unknown ones. What other engines need not know is under a key of its own.
-    """
-    weight_format = recipe.format
-    # A model that another tool dequantised may still say that its inputs are to be rotated.
-    dropped = ("auto_map", EXTENSION)
-    config = {key: value for key, value in checkpoint.config.items() if key not in dropped}
-    # GGUF does not name the class; transformers calls it so for every family supported here.
-    config.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])
-    format = "int-quantized" if weight_format.bits == 8 else "pack-quantized"
-    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
-    group: dict[str, Any] = {
-        "targets": ["Linear"],
-        "weights": {**int8, "strategy": "channel", "dynamic": False},
-        "input_activations": {**int8, "strategy": "token", "dynamic": True},
-        "output_activations": None,
-    }
-    if weight_format.bits == 4:
-        group["weights"] |= {"num_bits": 4, "symmetric": False, "strategy": "group"}
-        group["weights"]["group_size"] = weight_format.group_size
-        # The library would take 4-bit weights with quantised inputs to be int-quantized.
-        group["format"] = format
-    if recipe.rotation:
-        config[EXTENSION] = {ROTATED_INPUTS: {DOWN: recipe.rotation}}
-    return config | {
-        "torch_dtype": "bfloat16",
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": format,
-            "quantization_status": "compressed",
-            "ignore": ["lm_head", *dense],
-            "config_groups": {"group_0": group},
-        },
-    }
+        return QuantizedLayer.round(tensors, recipe.format, recipe.int8)

@@ -96,6 +96,7 @@ class Report:
             "quasar_version": __version__,
             "summary": self.summary(),
             "weights": self.recipe.weights,
+            "int8": self.recipe.int8,
             "head": "bf16",
             "requested": {
                 "smooth": self.requested.smooth,

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quasar.kernels.base import DenseWeight
+from quasar.kernels.base import DenseWeight, Int8Weight, LinearWeight
 from quasar.kernels.reference import rms_norm
 from quasar.memory import trim_heap
 from quasar.models.config import ModelConfig
@@ -62,7 +62,7 @@ class LinearError:
 
     name: str
     scheme: str
-    """That of the recipe, or bf16."""
+    """w8a8, w4a8 or bf16."""
     smoothing: str
     rotation: int
     """Size of the blocks in which a verifier rotates its inputs, or 0."""
@@ -155,7 +155,7 @@ class Trial:
             label = result.smoothing.labels.get(group, "none")
             for name in names:
                 weight = result.verified.linears[name]
-                scheme = "bf16" if isinstance(weight, DenseWeight) else self.recipe.scheme
+                scheme = scheme_of(weight)
                 rotation = 0 if isinstance(weight, DenseWeight) else weight.rotation
                 figures = (rotation, recipe[name], rtn[name])
                 self.errors.append(LinearError(prefix + name, scheme, label, *figures))
@@ -200,3 +200,9 @@ class Trial:
     def _outputs(self, arm: Sequence[Tensor], norm: Tensor) -> Tensor:
         eps = self.config.rms_norm_eps
         return torch.cat([rms_norm(hidden[:-1], norm, eps) for hidden in arm])
+
+
+def scheme_of(weight: LinearWeight) -> str:
+    if isinstance(weight, DenseWeight):
+        return "bf16"
+    return "w8a8" if isinstance(weight, Int8Weight) else "w4a8"

@@ -7,7 +7,7 @@ sum_j e_j (W_ij - Q_ij)^2, the diagonal part of the error in the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from quasar.checkpoints.packing import stored_linear
 from quasar.kernels.base import DenseWeight, Int4Weight, Int8Weight
 from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
-from quasar.models.tensors import LINEARS, stored_linears, stored_norms
+from quasar.models.tensors import GROUPS, LINEARS, stored_linears, stored_norms
 
 SHRINKS = tuple(1 - 0.04 * i for i in range(9))
 """Grids that `clip` tries, as shares of the covering one. Finer or narrower ones change the error
@@ -158,12 +158,18 @@ class QuantizedLayer:
         return cls(norms, {name: linears[name] for name in LINEARS})
 
     @classmethod
-    def round(cls, tensors: LayerTensors, format: WeightFormat = WeightFormat()) -> QuantizedLayer:
-        """Round-to-nearest of all linears."""
+    def round(
+        cls,
+        tensors: LayerTensors,
+        format: WeightFormat = WeightFormat(),
+        int8: Collection[str] = (),
+    ) -> QuantizedLayer:
+        """Round-to-nearest of all linears; those of the groups in `int8` have 8 bits."""
         linears = {}
+        wider = {name for group in int8 for name in GROUPS[group]}
         for name in LINEARS:
             weight = tensors[f"{name}.weight"]
-            grid = covering_grid(weight, format)
+            grid = covering_grid(weight, WeightFormat() if name in wider else format)
             linears[name] = grid.pack(grid.codes(weight), tensors.get(f"{name}.bias"))
         return cls.of(tensors, linears)
 
