@@ -22,6 +22,7 @@ from quasar.models.layer import logits
 from quasar.models.tensors import check_model
 from quasar.quantization import recipe, saving
 from quasar.quantization.estimate import estimate
+from quasar.quantization.hadamard import block_of, rotate_with_matrix
 from quasar.quantization.orthogonal import Rotation, paley
 from quasar.quantization.pipeline import QuantizeOptions, quantize
 from quasar.quantization.rotation import RotatedCheckpoint
@@ -53,6 +54,16 @@ def test_a_channel_is_spread_evenly_where_hadamard_matrices_exist(size):
     one = torch.zeros(1, size)
     one[0, size // 3] = 1.0
     torch.testing.assert_close(Rotation.of(size, 0)(one).abs(), torch.full((1, size), size**-0.5))
+
+
+@pytest.mark.parametrize("size", [64, 576, 896, 4096])
+def test_a_hadamard_matrix_behind_it_does_not_undo_it(size):
+    """As an INT8 head has it: what stood in one channel stays spread over all."""
+    rows = torch.zeros(8, size)
+    rows[torch.arange(8), torch.arange(8) * (size // 8)] = 1
+    spread = Rotation.of(size, 0)(rows)
+    rotate_with_matrix(spread, block_of(size))
+    assert spread.abs().max() < 5 * size**-0.5
 
 
 @pytest.mark.parametrize("order", range(1, 61))

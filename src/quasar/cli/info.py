@@ -92,11 +92,25 @@ def memory(model: Model, context: int, threads: int) -> dict[str, dict[str, int]
             cache_tokens=context,
             draft_tokens=DEFAULT_DRAFT_TOKENS,
             threads=threads,
+            int8=int8_groups(model) if name == "w4a8" else (),
         )
         weights = needs.layers + needs.head + needs.embedding
         parts = {f"{part}_bytes": getattr(needs, part) for part in PARTS}
         found[name] = {"weight_bytes": weights, **parts}
     return found
+
+
+def int8_groups(model: Model) -> list[str]:
+    """Groups that a W4A8 verifier has in 8 bits: as stored, or as they would be."""
+    from quasar.checkpoints.compressed import CompressedCheckpoint
+    from quasar.quantization.pipeline import QuantizeOptions
+
+    checkpoint, config = model.checkpoint, model.config
+    if checkpoint.precision == "bf16":
+        return list(QuantizeOptions("w4a8").recipe(config).int8)
+    assert isinstance(checkpoint, CompressedCheckpoint)
+    stored = linears(checkpoint, config)
+    return [group for group, count in stored.items() if count.get("w8a8")]
 
 
 def used_in_place(checkpoint: Checkpoint) -> bool:

@@ -9,10 +9,12 @@ Checked against the measured peak: tests/cli/test_footprint.py says how close it
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from quasar.engine.scheduler import Limits
 from quasar.models.config import ModelConfig
+from quasar.models.tensors import GROUPS, linear_shapes
 from quasar.quantization.head import CHUNK_ROWS
 
 ELEMENT_BYTES = {"bf16": 2, "w8a8": 1, "w4a8": 0.5 + 2 / 32}
@@ -66,8 +68,9 @@ def footprint(
     draft_tokens: int,
     threads: int,
     sequences: int = 1,
+    int8: Collection[str] = (),
 ) -> Footprint:
-    """The memory of a verifier whose head has its own precision.
+    """The memory of a verifier whose head has its own precision; groups in `int8` have 8 bits.
 
     `program` is what the process takes with the model opened. `mapped`: the file holds BF16 that
     is used in place; else the embedding is a copy, and so is each part while it is packed.
@@ -75,13 +78,13 @@ def footprint(
     rows = min(Limits().rows, cache_tokens)
     return Footprint(
         program=program,
-        layers=config.layers * layer_bytes(config, precision),
+        layers=config.layers * layer_bytes(config, precision, int8),
         head=linear_bytes(config.vocab_size, config.hidden_size, precision),
         embedding=2 * config.vocab_size * config.hidden_size,
         cache=cache_bytes(config, cache_tokens),
         working=working_bytes(config, rows, cache_tokens, threads)
         + 4 * config.vocab_size * max(SMALLEST_LOGITS, sequences * (1 + draft_tokens)),
-        loading=loading_bytes(config, precision, mapped),
+        loading=loading_bytes(config, precision, mapped, int8),
     )
 
 
@@ -90,12 +93,14 @@ def linear_bytes(rows: int, columns: int, precision: str) -> int:
     return rows * (math.ceil(columns * ELEMENT_BYTES[precision]) + scales)
 
 
-def layer_bytes(config: ModelConfig, precision: str) -> int:
+def layer_bytes(config: ModelConfig, precision: str, int8: Collection[str] = ()) -> int:
     """The packed linears of one layer and its two norms."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    width = config.heads * config.head_dim
-    shapes = ((_qkv(config), hidden), (hidden, width), (2 * inner, hidden), (hidden, inner))
-    return sum(linear_bytes(*shape, precision) for shape in shapes) + 2 * 4 * hidden
+    shapes, total = linear_shapes(config), 2 * 4 * config.hidden_size
+    for group, names in GROUPS.items():
+        rows = sum(shapes[name][0] for name in names)
+        columns = shapes[names[0]][1]
+        total += linear_bytes(rows, columns, "w8a8" if group in int8 else precision)
+    return total
 
 
 def slot_bytes(config: ModelConfig) -> int:
@@ -126,9 +131,10 @@ def rotary_bytes(config: ModelConfig, context: int) -> int:
     return 4 * rows * (config.rotary_dim or config.head_dim) * len(set(config.windows) or {0})
 
 
-def loading_bytes(config: ModelConfig, precision: str, mapped: bool) -> int:
+def loading_bytes(config: ModelConfig, precision: str, mapped: bool, int8: Collection[str]) -> int:
     """The packed layers, and the larger of one more layer and the head on their way."""
-    layers, one = config.layers * layer_bytes(config, precision), layer_bytes(config, precision)
+    one = layer_bytes(config, precision, int8)
+    layers = config.layers * one
     gated = math.ceil(2 * config.hidden_size * config.intermediate_size * UNPACKED_BYTES[precision])
     table = 2 * config.vocab_size * config.hidden_size
     if precision == "bf16":

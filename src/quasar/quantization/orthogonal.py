@@ -1,10 +1,11 @@
 """Orthogonal matrices of any size that spread every channel over all others.
 
-R = diag(signs) (F_1 kron F_2 kron ...), the signs random from a fixed seed. The factors are
-Hadamard matrices over the root of their size, with entries of one magnitude: an outlier in one
+R = diag(signs) (F_1 kron F_2 kron ...) diag(last), the signs random from a fixed seed. The factors
+are Hadamard matrices over the root of their size, with entries of one magnitude: an outlier in one
 channel comes out as small as it can be in each (QuaRot, arXiv 2404.00456, section 3). Sylvester's
 have the orders 2^k, Paley's many others: 576 = 36 * 16, 896 = 28 * 32. A size for which none of
-these serves has a random orthogonal factor in the place of Paley's.
+these serves has a random orthogonal factor in the place of Paley's. Without the last signs the
+Hadamard matrix by which a verifier multiplies the inputs of an INT8 head would undo a part of R.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ LARGEST_POWER = 64
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The matrix R; signs [n] fp32, factors [f, f] fp32 with sizes whose product is n."""
+    """The matrix R; signs and last [n] fp32, factors [f, f] fp32, the product of their sizes n."""
 
     signs: Tensor
     factors: tuple[Tensor, ...]
+    last: Tensor
 
     @classmethod
     def of(cls, size: int, seed: int) -> Rotation:
         generator = torch.Generator().manual_seed(seed)
-        signs = torch.randint(0, 2, (size,), generator=generator).float() * 2 - 1
-        return cls(signs, tuple(x.float() for x in _factors(size, generator)))
+        signs, last = torch.randint(0, 2, (2, size), generator=generator).float() * 2 - 1
+        return cls(signs, tuple(x.float() for x in _factors(size, generator)), last)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x R: x [..., n] fp32 -> the same shape."""
-        return self._product(x * self.signs, 1)
+        return self._product(x * self.signs, 1) * self.last
 
     def rows(self, x: Tensor) -> Tensor:
         """R^T x: x [n, columns] fp32 -> the same shape."""
-        return self._product(x * self.signs[:, None], x.shape[1])
+        return self._product(x * self.signs[:, None], x.shape[1]) * self.last[:, None]
 
     def _product(self, x: Tensor, columns: int) -> Tensor:
         """`columns` numbers lie between those that one sum takes in neighbouring channels."""
