@@ -15,7 +15,7 @@ from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
 from quasar.models.tensors import GROUPS, linear_shapes
 from quasar.quantization.calibrate import GroupSample, LayerSample
-from quasar.quantization.gptq import InverseFactor, compensated_codes
+from quasar.quantization.gptq import Objective, compensated_codes, refined
 from quasar.quantization.hadamard import rotate_with_matrix, rotated
 from quasar.quantization.search import CHECKING_TOKENS, Candidate, search_scales, shape_of
 from quasar.quantization.simulation import relative_errors
@@ -179,9 +179,9 @@ class Recipe:
     ) -> dict[str, QuantizedWeight]:
         """By linear; inputs of the folded layer are those of the sample over divisor [in]."""
         energy, format = sample.energy() / divisor.square(), self.format_of(group)
-        inverse = None
+        objective = None
         if self.weights == "gptq":
-            inverse = InverseFactor.of(sample.moments().div_(divisor).div_(divisor[:, None]))
+            objective = Objective.of(sample.moments().div_(divisor).div_(divisor[:, None]))
         found = {}
         for name in GROUPS[group]:
             weight = folded[f"{name}.weight"]
@@ -190,8 +190,9 @@ class Recipe:
             else:
                 grid = clipped_grid(weight, format, energy)
             codes = grid.codes(weight)
-            if inverse is not None:
-                codes = compensated_codes(weight, grid, inverse)
+            if objective is not None:
+                codes = compensated_codes(weight, grid, objective)
+                grid, codes = refined(weight, grid, codes, objective)
             found[name] = grid.pack(codes, folded.get(f"{name}.bias"))
         return found
 
