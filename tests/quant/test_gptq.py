@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quasar.quantization.gptq import InverseFactor, compensated_codes
+from quasar.quantization.gptq import DAMPING, InverseFactor, compensated_codes
 from quasar.quantization.weights import WeightFormat, covering_grid
 
 FORMATS = [WeightFormat(), WeightFormat(4, 32), WeightFormat(4, 64)]
@@ -57,3 +57,13 @@ def test_channels_without_energy_are_rounded_to_nearest(dead):
     grid = covering_grid(weight, WeightFormat(4, 32))
     codes = compensated_codes(weight, grid, InverseFactor.of(moments))
     assert torch.equal(codes[:, :dead], grid.codes(weight)[:, :dead])
+
+
+def test_the_factor_is_that_of_the_damped_inverse():
+    moments = correlated()
+    inverse = InverseFactor.of(moments)
+    damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(192)
+    product = inverse.factor.double().t() @ inverse.factor.double()
+    expected = torch.linalg.inv(damped.double())[inverse.order][:, inverse.order]
+    assert torch.allclose(product, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
+    assert torch.equal(inverse.factor, inverse.factor.triu())

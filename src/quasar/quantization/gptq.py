@@ -15,8 +15,15 @@ from torch import Tensor
 
 from quasar.quantization.weights import Grid
 
-DAMPING = 0.5
-"""Of the mean H_jj, added to the diagonal."""
+DAMPING = 0.1
+"""Of the mean H_jj, added to the diagonal. Qwen2.5-Coder-0.5B, four layers, 40,000 tokens of
+calibration text: error of W4A8 weights on unseen chat answers over that of round-to-nearest
+
+    damping    qkv     o       gate_up   down
+    0.5        0.62    0.44    0.66      0.68
+    0.1        0.60    0.40    0.66      0.70
+    0.03       0.60    0.40    0.66      0.73
+"""
 BLOCK = 128
 """Channels whose effect on the later ones is applied in one product."""
 
@@ -31,16 +38,25 @@ class InverseFactor:
     """U [in, in] fp32, channels in that order."""
 
     @classmethod
-    def of(cls, moments: Tensor) -> InverseFactor:
-        """moments H [in, in] fp32, symmetric; a channel without energy is rounded to nearest."""
-        energy = moments.diagonal()
+    def of(cls, moments: Tensor, divisor: Tensor | None = None) -> InverseFactor:
+        """moments H [in, in] fp32, symmetric, of inputs that are divided by `divisor` [in].
+
+        A channel without energy is rounded to nearest.
+        """
+        if divisor is None:
+            divisor = torch.ones(len(moments))
+        energy = moments.diagonal() / divisor.square()
         order = energy.argsort(descending=True, stable=True)
         floor = energy.mean() * DAMPING
-        # 600 MB each for 12,288 channels: no step keeps what it no longer needs.
-        matrix = moments[order][:, order]
+        # 600 MB for 12,288 channels: one copy, column-major, which LAPACK works on in place.
+        matrix = torch.empty_like(moments).mT
+        for start in range(0, len(order), BLOCK):
+            some = order[start : start + BLOCK]
+            rows = moments[some] / divisor[some, None] / divisor
+            matrix[:, start : start + BLOCK] = rows[:, order].t()
         matrix.diagonal().add_(torch.where(floor > 0, floor, torch.ones_like(floor)))
         torch.linalg.cholesky(matrix, out=matrix)
-        matrix = torch.cholesky_inverse(matrix)
+        torch.cholesky_inverse(matrix, out=matrix)
         torch.linalg.cholesky(matrix, upper=True, out=matrix)
         return cls(order, matrix)
 

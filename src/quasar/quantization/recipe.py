@@ -69,6 +69,11 @@ class Recipe:
         """Round-to-nearest in the same format."""
         return Recipe(self.format, "none", "rtn")
 
+    @property
+    def needs_moments(self) -> bool:
+        """Whether it uses the second moments of the inputs, and so more calibration text."""
+        return self.weights == "gptq"
+
     def apply(
         self, tensors: LayerTensors, sample: LayerSample, config: ModelConfig, workers: Executor
     ) -> LayerResult:
@@ -160,8 +165,9 @@ class Recipe:
         """By linear; inputs of the folded layer are those of the sample over divisor [in]."""
         energy = sample.energy() / divisor.square()
         inverse = None
-        if self.weights == "gptq":
-            inverse = InverseFactor.of(sample.moments().div_(divisor).div_(divisor[:, None]))
+        if self.needs_moments:
+            assert sample.moments is not None
+            inverse = InverseFactor.of(sample.moments, divisor)
         found = {}
         for name in GROUPS[group]:
             weight = folded[f"{name}.weight"]
