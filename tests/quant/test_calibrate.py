@@ -21,6 +21,7 @@ from quasar.quantization.calibrate import (
     builtin_passages,
     calibration_text,
     cut,
+    mixed,
     parse_passages,
     portions,
     sample_groups,
@@ -44,10 +45,20 @@ def test_builtin_text_is_varied_and_split():
     assert {p.kind for p in kept} == {p.kind for p in held_out} == kinds
     assert not {p.text for p in kept} & {p.text for p in held_out}
     size = sum(len(p.text.encode()) for p in kept + held_out)
-    assert 28_000 < size < 40_000
+    assert 110_000 < size < 140_000
     text = "".join(p.text for p in kept + held_out)
     for sign in ("ß", "é", "ñ", "的", "の", "й", "한", "و", "ह", "\\frac", "fn ", "SELECT", "|---"):
         assert sign in text
+
+
+def test_every_stretch_has_its_share_of_each_kind():
+    for part in builtin_passages():
+        order = mixed(part)
+        assert sorted(p.text for p in order) == sorted(p.text for p in part)
+        chats = [p.kind == "chat" for p in order]
+        for end in range(5, len(order)):
+            assert abs(sum(chats[:end]) / end - sum(chats) / len(chats)) < 0.25
+        assert len({p.kind for p in order[: len(order) // 2]}) == 5
 
 
 def test_conversations_take_turns():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quasar.quantization import gptq
 from quasar.quantization.gptq import DAMPING, InverseFactor, compensated_codes
 from quasar.quantization.weights import WeightFormat, covering_grid
 
@@ -31,11 +32,21 @@ def test_outputs_are_closer_than_by_rounding(format):
     moments = correlated()
     weight = torch.randn(50, 192, generator=torch.Generator().manual_seed(12))
     grid = covering_grid(weight, format)
-    codes = compensated_codes(weight, grid, InverseFactor.of(moments))
+    inverse = InverseFactor.of(moments.clone())
+    codes = compensated_codes(weight, grid, inverse)
     assert torch.equal(codes, codes.round())
     assert codes.min() >= grid.low and codes.max() <= grid.high
     nearest = output_error(weight, grid.values(grid.codes(weight)), moments)
     assert output_error(weight, grid.values(codes), moments) < 0.5 * nearest
+
+
+def test_rows_are_rounded_some_at_a_time(monkeypatch):
+    inverse = InverseFactor.of(correlated())
+    weight = torch.randn(50, 192, generator=torch.Generator().manual_seed(12))
+    grid = covering_grid(weight, WeightFormat(4, 32))
+    expected = compensated_codes(weight, grid, inverse)
+    monkeypatch.setattr(gptq, "ROWS", 16)
+    assert (compensated_codes(weight, grid, inverse) == expected).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.bits}-{f.group_size}")
@@ -55,13 +66,13 @@ def test_channels_without_energy_are_rounded_to_nearest(dead):
     moments[:, :dead] = 0
     weight = torch.randn(20, 192, generator=torch.Generator().manual_seed(15))
     grid = covering_grid(weight, WeightFormat(4, 32))
-    codes = compensated_codes(weight, grid, InverseFactor.of(moments))
+    codes = compensated_codes(weight, grid, InverseFactor.of(moments.clone()))
     assert torch.equal(codes[:, :dead], grid.codes(weight)[:, :dead])
 
 
 def test_the_factor_is_that_of_the_damped_inverse():
     moments = correlated()
-    inverse = InverseFactor.of(moments)
+    inverse = InverseFactor.of(moments.clone())
     damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(192)
     product = inverse.factor.double().t() @ inverse.factor.double()
     expected = torch.linalg.inv(damped.double())[inverse.order][:, inverse.order]

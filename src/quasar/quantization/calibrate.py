@@ -24,7 +24,7 @@ from quasar.memory import trim_heap
 from quasar.models.layer import Layer
 from quasar.models.tensors import GROUPS
 from quasar.quantization.hadamard import rotate_with_matrix
-from quasar.quantization.moments import MomentSums, rotated_moments
+from quasar.quantization.moments import MomentSums, moments_over
 from quasar.text.tokenizer import Tokenizer
 
 CALIBRATION_TOKENS = 8192
@@ -107,17 +107,28 @@ def calibration_text(
 def encode(
     passages: Sequence[Passage], tokenizer: Tokenizer, budget: int, longest: int
 ) -> list[Tensor]:
-    """Sequences of 2 to `longest` tokens, `budget` in all, from a fixed random choice."""
-    order = list(passages)
-    random.Random(0).shuffle(order)
+    """Sequences of 2 to `longest` tokens, `budget` in all, from a fixed random choice.
+
+    What a smaller budget gives comes first.
+    """
     sequences = []
-    for passage in order:
+    for passage in mixed(passages):
         ids = torch.tensor(passage.encode(tokenizer)[:budget], dtype=torch.int64)
         sequences += [part for part in torch.split(ids, longest) if part.shape[0] > 1]
         budget -= ids.shape[0]
         if budget <= 1:
             break
     return sequences
+
+
+def mixed(passages: Sequence[Passage]) -> list[Passage]:
+    """In a fixed random order, of which every stretch has its share of each kind."""
+    order, kinds = list(passages), defaultdict(list)
+    random.Random(0).shuffle(order)
+    for passage in order:
+        kinds[passage.kind].append(passage)
+    places = [((i + 0.5) / len(kind), p) for kind in kinds.values() for i, p in enumerate(kind)]
+    return [passage for _, passage in sorted(places, key=lambda place: place[0])]
 
 
 def builtin_passages() -> tuple[list[Passage], list[Passage]]:
@@ -241,7 +252,7 @@ class GroupSample:
         absmax = torch.maximum(*(part.rows.abs().amax(dim=0) for part in (fitting, checking)))
         moments = self.moments
         if moments is not None:
-            moments = rotated_moments(moments, divisor, block)
+            moments = moments_over(moments, divisor, block)
         return GroupSample(absmax, fitting, checking, moments)
 
     def energy(self) -> Tensor:

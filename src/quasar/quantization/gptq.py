@@ -8,7 +8,7 @@ H_jj; grids are set beforehand, so the order leaves no trace in what is stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ calibration text: error of W4A8 weights on unseen chat answers over that of roun
 """
 BLOCK = 128
 """Channels whose effect on the later ones is applied in one product."""
+ROWS = 2048
+"""Of a weight, rounded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +40,46 @@ class InverseFactor:
     """U [in, in] fp32, channels in that order."""
 
     @classmethod
-    def of(cls, moments: Tensor, divisor: Tensor | None = None) -> InverseFactor:
-        """moments H [in, in] fp32, symmetric, of inputs that are divided by `divisor` [in].
+    def of(cls, moments: Tensor) -> InverseFactor:
+        """moments H [in, in] fp32, symmetric, becomes U: 600 MB for 12,288 channels, once.
 
         A channel without energy is rounded to nearest.
         """
-        if divisor is None:
-            divisor = torch.ones(len(moments))
-        energy = moments.diagonal() / divisor.square()
-        order = energy.argsort(descending=True, stable=True)
-        floor = energy.mean() * DAMPING
-        # 600 MB for 12,288 channels: one copy, column-major, which LAPACK works on in place.
-        matrix = torch.empty_like(moments).mT
-        for start in range(0, len(order), BLOCK):
-            some = order[start : start + BLOCK]
-            rows = moments[some] / divisor[some, None] / divisor
-            matrix[:, start : start + BLOCK] = rows[:, order].t()
-        matrix.diagonal().add_(torch.where(floor > 0, floor, torch.ones_like(floor)))
+        order = moments.diagonal().argsort(descending=True, stable=True)
+        floor = moments.diagonal().mean() * DAMPING
+        permute(moments, order)
+        moments.diagonal().add_(torch.where(floor > 0, floor, torch.ones_like(floor)))
+        matrix = moments.mT  # LAPACK works in place on columns
         torch.linalg.cholesky(matrix, out=matrix)
         torch.cholesky_inverse(matrix, out=matrix)
         torch.linalg.cholesky(matrix, upper=True, out=matrix)
         return cls(order, matrix)
 
 
+def permute(matrix: Tensor, order: Tensor) -> None:
+    """matrix [n, n] -> matrix[order][:, order] in place."""
+    for start in range(0, len(order), BLOCK):
+        rows = matrix[start : start + BLOCK]
+        rows[:] = rows[:, order]
+    for start in range(0, len(order), BLOCK):
+        columns = matrix[:, start : start + BLOCK]
+        columns[:] = columns[order]
+
+
 def compensated_codes(weight: Tensor, grid: Grid, inverse: InverseFactor) -> Tensor:
-    """weight [out, in] fp32 -> codes [out, in], fp32 holding integers."""
+    """weight [out, in] fp32 -> codes [out, in], fp32 holding integers.
+
+    Rows do not depend on each other: ROWS of them at a time bound the memory.
+    """
+    codes = torch.empty_like(weight)
+    for start in range(0, len(weight), ROWS):
+        rows = slice(start, start + ROWS)
+        part = replace(grid, scale=grid.scale[rows], zero=grid.zero[rows])
+        codes[rows] = _codes_of_rows(weight[rows], part, inverse)
+    return codes
+
+
+def _codes_of_rows(weight: Tensor, grid: Grid, inverse: InverseFactor) -> Tensor:
     order, factor = inverse.order, inverse.factor
     group = (order // (weight.shape[1] // grid.groups)).tolist()
     # Channels become rows: each step then reads and writes contiguous memory.

@@ -68,16 +68,18 @@ class MomentSums:
         return found
 
 
-def rotated_moments(moments: Tensor, divisor: Tensor, size: int) -> Tensor:
-    """Those of x / divisor, rotated in blocks of `size` channels: R^T H R. One copy of H is made.
+def moments_over(moments: Tensor, divisor: Tensor, size: int = 0) -> Tensor:
+    """Those of x / divisor, and where `size` is not 0 rotated in blocks of so many: R^T H R.
 
-    moments [in, in] fp32, symmetric; divisor [in].
+    moments [in, in] fp32, symmetric; divisor [in]. A copy, and the only one.
     """
     matrix = torch.empty_like(moments)
     for block in blocks(len(matrix)):
-        matrix[block] = moments[block] / divisor[block, None] / divisor
-        rotate_with_matrix(matrix[block], size)
-    for block in blocks(len(matrix)):
+        torch.div(moments[block], divisor, out=matrix[block])
+        matrix[block] /= divisor[block, None]
+        if size:
+            rotate_with_matrix(matrix[block], size)
+    for block in blocks(len(matrix) if size else 0):
         columns = matrix[:, block].t().contiguous()
         rotate_with_matrix(columns, size)
         matrix[:, block] = columns.t()

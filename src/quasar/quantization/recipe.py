@@ -17,10 +17,12 @@ from quasar.models.tensors import GROUPS
 from quasar.quantization.calibrate import GroupSample, LayerSample
 from quasar.quantization.gptq import InverseFactor, compensated_codes
 from quasar.quantization.hadamard import rotate_with_matrix, rotated
+from quasar.quantization.moments import moments_over
 from quasar.quantization.search import CHECKING_TOKENS, Candidate, search_scales, shape_of
 from quasar.quantization.simulation import relative_errors
 from quasar.quantization.smooth import UNSMOOTHED, Smoothing, fold, smoothquant
 from quasar.quantization.weights import (
+    Grid,
     QuantizedLayer,
     QuantizedWeight,
     WeightFormat,
@@ -156,30 +158,39 @@ class Recipe:
             turned[f"{name}.weight"] = folded[f"{name}.weight"].clone()
             rotate_with_matrix(turned[f"{name}.weight"], self.rotation)
         inputs = sample.rotated(divisor, self.rotation)
-        found = self._quantize_group(group, turned, inputs, torch.ones_like(divisor))
+        found = self._rounded(group, turned, inputs.energy(), inputs.moments)
         return {name: replace(weight, rotation=self.rotation) for name, weight in found.items()}
 
     def _quantize_group(
         self, group: str, folded: LayerTensors, sample: GroupSample, divisor: Tensor
     ) -> dict[str, QuantizedWeight]:
         """By linear; inputs of the folded layer are those of the sample over divisor [in]."""
-        energy = sample.energy() / divisor.square()
+        moments = None
+        if self.needs_moments and sample.moments is not None:
+            moments = moments_over(sample.moments, divisor)
+        return self._rounded(group, folded, sample.energy() / divisor.square(), moments)
+
+    def _rounded(
+        self, group: str, folded: LayerTensors, energy: Tensor, moments: Tensor | None
+    ) -> dict[str, QuantizedWeight]:
+        """By linear; energy [in] and moments [in, in] of the inputs, which GPTQ uses up."""
+        weights = {name: folded[f"{name}.weight"] for name in GROUPS[group]}
+        grids = {name: self._grid(weight, energy) for name, weight in weights.items()}
         inverse = None
         if self.needs_moments:
-            assert sample.moments is not None
-            inverse = InverseFactor.of(sample.moments, divisor)
+            assert moments is not None
+            inverse = InverseFactor.of(moments)
         found = {}
-        for name in GROUPS[group]:
-            weight = folded[f"{name}.weight"]
-            if self.weights == "rtn":
-                grid = covering_grid(weight, self.format)
-            else:
-                grid = clipped_grid(weight, self.format, energy)
-            codes = grid.codes(weight)
-            if inverse is not None:
-                codes = compensated_codes(weight, grid, inverse)
+        for name, weight in weights.items():
+            grid = grids[name]
+            codes = compensated_codes(weight, grid, inverse) if inverse else grid.codes(weight)
             found[name] = grid.pack(codes, folded.get(f"{name}.bias"))
         return found
+
+    def _grid(self, weight: Tensor, energy: Tensor) -> Grid:
+        if self.weights == "rtn":
+            return covering_grid(weight, self.format)
+        return clipped_grid(weight, self.format, energy)
 
 
 def default_recipe(
