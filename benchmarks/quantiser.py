@@ -37,12 +37,7 @@ from quasar.loading import Model, make_backend
 from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer, LayerTensors, read_layer, unobserved
 from quasar.models.tensors import EMBEDDING, FINAL_NORM, GROUPS, LINEARS, head_rows
-from quasar.quantization.calibrate import (
-    SAMPLED_TOKENS,
-    LayerInputs,
-    calibration_text,
-    sample_groups,
-)
+from quasar.quantization.calibrate import calibration_text, sample_layer
 from quasar.quantization.hadamard import block_of
 from quasar.quantization.recipe import Recipe, default_recipe
 from quasar.quantization.simulation import Arm, Int4Linear, compare_positions, simulated
@@ -149,13 +144,11 @@ def run_layers(model, text, arms, reference, pool):
     """Everything through all layers; prints progress."""
     config, table = model.config, model.checkpoint.tensor(EMBEDDING)
     calibration = [table[ids].float() for ids in text.calibration]
-    gptq = any(arm.recipe.weights == "gptq" for arm in arms)
-    stride = 1 if gptq else max(1, sum(map(len, calibration)) // SAMPLED_TOKENS)
+    moments = any(arm.recipe.needs_moments for arm in arms)
     for index in range(config.layers):
         tensors = read_layer(model.checkpoint, config, index)
         layer = Layer(config, index, tensors)
-        seen = move(calibration, layer, pool, lambda: LayerInputs(stride))
-        sample, made = sample_groups(seen, calibration), {}
+        sample, made = sample_layer(layer, calibration, pool, moments), {}
         move(reference, layer, pool)
         for arm in arms:
             move(arm.states, arm.quantize(config, index, tensors, sample, pool, made), pool)
@@ -230,7 +223,8 @@ def main() -> None:
     embedding = model.checkpoint.tensor(EMBEDDING)
     reference = [embedding[torch.tensor(p.tokens)].float() for p in passages]
     arms = [Contender.parse(name, reference, model.config) for name in args.arms]
-    text = calibration_text(model.tokenizer, args.calib)
+    moments = any(arm.recipe.needs_moments for arm in arms)
+    text = calibration_text(model.tokenizer, args.calib, moments=moments)
     with workers() as pool:
         run_layers(model, text, arms, reference, pool)
         parts = measure(model, passages, arms, reference, pool)

@@ -17,6 +17,7 @@ from quasar.quantization import calibrate
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
     monkeypatch.setattr(calibrate, "CALIBRATION_TOKENS", 600)
+    monkeypatch.setattr(calibrate, "MOMENT_TOKENS", 900)
     monkeypatch.setattr(calibrate, "HELD_OUT_TOKENS", 200)
 
 

@@ -14,14 +14,18 @@ from quasar.quantization.calibrate import (
     CALIBRATION_TOKENS,
     HELD_OUT_TOKENS,
     LARGEST_FILE,
+    MOMENT_TOKENS,
     Inputs,
     LayerInputs,
     SampledRows,
     builtin_passages,
     calibration_text,
     cut,
+    mixed,
     parse_passages,
+    portions,
     sample_groups,
+    strides,
 )
 from quasar.text.tokenizer import load_tokenizer
 
@@ -41,10 +45,20 @@ def test_builtin_text_is_varied_and_split():
     assert {p.kind for p in kept} == {p.kind for p in held_out} == kinds
     assert not {p.text for p in kept} & {p.text for p in held_out}
     size = sum(len(p.text.encode()) for p in kept + held_out)
-    assert 28_000 < size < 40_000
+    assert 110_000 < size < 140_000
     text = "".join(p.text for p in kept + held_out)
     for sign in ("ß", "é", "ñ", "的", "の", "й", "한", "و", "ह", "\\frac", "fn ", "SELECT", "|---"):
         assert sign in text
+
+
+def test_every_stretch_has_its_share_of_each_kind():
+    for part in builtin_passages():
+        order = mixed(part)
+        assert sorted(p.text for p in order) == sorted(p.text for p in part)
+        chats = [p.kind == "chat" for p in order]
+        for end in range(5, len(order)):
+            assert abs(sum(chats[:end]) / end - sum(chats) / len(chats)) < 0.25
+        assert len({p.kind for p in order[: len(order) // 2]}) == 5
 
 
 def test_conversations_take_turns():
@@ -70,6 +84,29 @@ def test_sequences_fill_the_budgets(tokenizer):
     pairs = zip(text.calibration, again.calibration, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert max(map(len, calibration_text(tokenizer, longest=64).calibration)) == 64
+
+
+def test_moments_get_more_text(tokenizer, tmp_path):
+    """What the others get comes first: the search of scales then samples the same inputs."""
+    file = tmp_path / "mine.txt"
+    file.write_text("".join(f"Line {i} of mine, one after the other.\n" for i in range(2000)))
+    for given in (None, file):
+        less, more = (calibration_text(tokenizer, given, moments=m) for m in (False, True))
+        assert sum(map(len, less.calibration)) == CALIBRATION_TOKENS
+        assert sum(map(len, more.calibration)) == MOMENT_TOKENS
+        pairs = list(zip(less.calibration, more.calibration, strict=False))
+        assert all(torch.equal(a, b) for a, b in pairs[:-1])
+        assert torch.equal(torch.cat(less.held_out), torch.cat(more.held_out))
+    file.write_text("Words of mine.\n" * 1000)
+    short = calibration_text(tokenizer, file, moments=True)
+    assert CALIBRATION_TOKENS < sum(map(len, short.calibration)) < MOMENT_TOKENS
+
+
+def test_only_the_first_tokens_are_sampled():
+    assert strides([100, 200]) == [1, 1]
+    assert strides([4000, 4191, 2, 500, 500]) == [8, 8, 8, 0, 0]
+    assert list(portions([4095, 1, 5000, 3])) == [[0, 1], [2], [3]]
+    assert list(portions([5])) == [[0]]
 
 
 def test_some_passages_go_through_the_template(tokenizer, tmp_path):
@@ -155,7 +192,7 @@ def seen_in_a_layer(lengths):
 
 def test_sequences_fit_or_check():
     residuals = [torch.full((n, 3), float(i + 1)) for i, n in enumerate((5, 4, 6))]
-    sample = sample_groups(seen_in_a_layer((5, 4, 6)), residuals)
+    sample = sample_groups(seen_in_a_layer((5, 4, 6)), residuals, {})
     assert set(sample) == set(GROUPS)
     fitting, checking = sample["qkv"].fitting, sample["qkv"].checking
     assert fitting.rows.tolist() == [[0, 0], [0, 2], [0, 4], [2, 0], [2, 2], [2, 4]]
@@ -171,16 +208,15 @@ def test_sequences_fit_or_check():
 
 
 def test_a_single_sequence_is_halved():
-    sample = sample_groups(seen_in_a_layer((8,)), [torch.ones(8, 3)])
+    sample = sample_groups(seen_in_a_layer((8,)), [torch.ones(8, 3)], {})
     assert sample["o"].fitting.rows[:, 1].tolist() == [0, 2]
     assert sample["o"].checking.rows[:, 1].tolist() == [4, 6]
 
 
-def test_moments():
+def test_energy_of_weighted_rows():
     rows = torch.randn(7, 3, generator=torch.Generator().manual_seed(1))
     inputs = Inputs.of([rows[:4], rows[4:]], [torch.ones(4), torch.ones(3) * 3])
     weight = torch.tensor([1.0] * 4 + [3.0] * 3) / 13
-    expected = sum(w * torch.outer(x, x) for w, x in zip(weight, rows, strict=True))
-    assert torch.allclose(inputs.moments(), expected, atol=1e-6)
-    assert torch.allclose(inputs.energy(), expected.diagonal(), atol=1e-6)
+    expected = sum(w * x.square() for w, x in zip(weight, rows, strict=True))
+    assert torch.allclose(inputs.energy(), expected, atol=1e-6)
     assert inputs.thinned(3).rows.tolist() == rows[::2].tolist()

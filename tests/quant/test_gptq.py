@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quasar.quantization.gptq import BLOCK, SWEEPS, Objective, compensated_codes, refined
+from quasar.quantization import gptq
+from quasar.quantization.gptq import (
+    BLOCK,
+    DAMPING,
+    SWEEPS,
+    Objective,
+    compensated_codes,
+    refined,
+    rounded,
+)
 from quasar.quantization.weights import Grid, WeightFormat, covering_grid, short
 
 FORMATS = [WeightFormat(), WeightFormat(4, 32), WeightFormat(4, 64)]
@@ -35,11 +44,25 @@ def test_outputs_are_closer_than_by_rounding(format):
     moments = correlated()
     weight = torch.randn(50, 192, generator=torch.Generator().manual_seed(12))
     grid = covering_grid(weight, format)
-    codes = compensated_codes(weight, grid, Objective.of(moments.clone()))
+    objective = Objective.of(moments.clone())
+    codes = compensated_codes(weight, grid, objective)
     assert torch.equal(codes, codes.round())
     assert codes.min() >= grid.low and codes.max() <= grid.high
     nearest = output_error(weight, grid.values(grid.codes(weight)), moments)
     assert output_error(weight, grid.values(codes), moments) < 0.5 * nearest
+
+
+def test_rows_are_rounded_some_at_a_time(monkeypatch):
+    objective = Objective.of(correlated())
+    weight = torch.randn(50, 192, generator=torch.Generator().manual_seed(12))
+    grid = covering_grid(weight, WeightFormat(4, 32))
+    expected, codes = rounded(weight, grid, objective)
+    first = compensated_codes(weight, grid, objective)
+    assert torch.equal(codes, refined(weight, grid, first, objective)[1])
+    monkeypatch.setattr(gptq, "ROWS", 16)
+    found, chunked = rounded(weight, grid, objective)
+    assert (chunked == codes).float().mean() > 0.98
+    assert (found.scale == expected.scale).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.bits}-{f.group_size}")
@@ -220,3 +243,13 @@ def test_one_row_and_one_group():
     found, refined_codes = refined(weight, wrong, codes, objective)
     assert not torch.equal(found.scale, kept) and not torch.equal(refined_codes, given_codes)
     assert torch.equal(wrong.scale, kept) and torch.equal(codes, given_codes)
+
+
+def test_the_factor_is_that_of_the_damped_inverse():
+    moments = correlated()
+    objective = Objective.of(moments.clone())
+    damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(192)
+    product = objective.factor.double().t() @ objective.factor.double()
+    expected = torch.linalg.inv(damped.double())[objective.order][:, objective.order]
+    assert torch.allclose(product, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
+    assert torch.equal(objective.factor, objective.factor.triu())

@@ -35,6 +35,7 @@ GROUPABLE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 def short_texts(monkeypatch):
     """A tenth of the tokens: these models learn nothing from more."""
     monkeypatch.setattr("quasar.quantization.calibrate.CALIBRATION_TOKENS", 800)
+    monkeypatch.setattr("quasar.quantization.calibrate.MOMENT_TOKENS", 1600)
     monkeypatch.setattr("quasar.quantization.calibrate.HELD_OUT_TOKENS", 200)
 
 
@@ -208,6 +209,7 @@ def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypa
     assert "worse than round-to-nearest" in caplog.text
     monkeypatch.undo()
     monkeypatch.setattr("quasar.quantization.calibrate.CALIBRATION_TOKENS", 800)
+    monkeypatch.setattr("quasar.quantization.calibrate.MOMENT_TOKENS", 1600)
     run(source, tmp_path / "plain", smooth="none")
     kept, plain = stored(tmp_path / "out"), stored(tmp_path / "plain")
     assert set(kept) == set(plain)

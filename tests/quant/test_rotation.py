@@ -36,6 +36,7 @@ ROTATE = QuantizeOptions(rotate=True)
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
     monkeypatch.setattr("quasar.quantization.calibrate.CALIBRATION_TOKENS", 800)
+    monkeypatch.setattr("quasar.quantization.calibrate.MOMENT_TOKENS", 1600)
     monkeypatch.setattr("quasar.quantization.calibrate.HELD_OUT_TOKENS", 200)
 
 

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quasar.errors import UsageError
+from quasar.memory import trim_heap
+from quasar.models.layer import Layer
 from quasar.models.tensors import GROUPS
 from quasar.quantization.hadamard import rotate_with_matrix
+from quasar.quantization.moments import MomentSums, moments_over
 from quasar.text.tokenizer import Tokenizer
 
 CALIBRATION_TOKENS = 8192
+MOMENT_TOKENS = 32768
+"""As many of them for GPTQ, whose moments would overfit to fewer."""
 HELD_OUT_TOKENS = 2048
 SEQUENCE_TOKENS = 512
 LEAST_CALIBRATION_TOKENS = 512
@@ -33,6 +40,8 @@ SAMPLED_TOKENS = 1024
 SMALLEST_ENERGY = torch.finfo(torch.float32).tiny
 SAMPLED_ROWS = 32
 """Inputs kept a held-out sequence, to measure the errors of linears on."""
+PORTION_TOKENS = 4096
+"""Whose inputs are held until they are in the moments, about: 400 MB in an 8B model's layer."""
 PASSAGE_CHARACTERS = 1500
 """A calibration file is cut into passages of this length: 300 to 400 tokens of English."""
 
@@ -65,16 +74,21 @@ class CalibrationText:
 
 
 def calibration_text(
-    tokenizer: Tokenizer, file: Path | None = None, longest: int = SEQUENCE_TOKENS
+    tokenizer: Tokenizer,
+    file: Path | None = None,
+    longest: int = SEQUENCE_TOKENS,
+    moments: bool = False,
 ) -> CalibrationText:
     """The built-in text, or a UTF-8 file whose last quarter is held out.
 
-    No sequence is longer than `longest` tokens. Raises UsageError for a file that cannot serve.
+    No sequence is longer than `longest` tokens. `moments` says that second moments are wanted:
+    MOMENT_TOKENS are taken then, as far as there are so many, CALIBRATION_TOKENS otherwise. Raises
+    UsageError for a file that cannot serve.
     """
     name = "builtin" if file is None else file.name
     kept, held_out = builtin_passages() if file is None else file_passages(file)
     parts = (
-        (kept, CALIBRATION_TOKENS, LEAST_CALIBRATION_TOKENS),
+        (kept, MOMENT_TOKENS if moments else CALIBRATION_TOKENS, LEAST_CALIBRATION_TOKENS),
         (held_out, HELD_OUT_TOKENS, LEAST_HELD_OUT_TOKENS),
     )
     taken = []
@@ -93,17 +107,28 @@ def calibration_text(
 def encode(
     passages: Sequence[Passage], tokenizer: Tokenizer, budget: int, longest: int
 ) -> list[Tensor]:
-    """Sequences of 2 to `longest` tokens, `budget` in all, from a fixed random choice."""
-    order = list(passages)
-    random.Random(0).shuffle(order)
+    """Sequences of 2 to `longest` tokens, `budget` in all, from a fixed random choice.
+
+    What a smaller budget gives comes first.
+    """
     sequences = []
-    for passage in order:
+    for passage in mixed(passages):
         ids = torch.tensor(passage.encode(tokenizer)[:budget], dtype=torch.int64)
         sequences += [part for part in torch.split(ids, longest) if part.shape[0] > 1]
         budget -= ids.shape[0]
         if budget <= 1:
             break
     return sequences
+
+
+def mixed(passages: Sequence[Passage]) -> list[Passage]:
+    """In a fixed random order, of which every stretch has its share of each kind."""
+    order, kinds = list(passages), defaultdict(list)
+    random.Random(0).shuffle(order)
+    for passage in order:
+        kinds[passage.kind].append(passage)
+    places = [((i + 0.5) / len(kind), p) for kind in kinds.values() for i, p in enumerate(kind)]
+    return [passage for _, passage in sorted(places, key=lambda place: place[0])]
 
 
 def builtin_passages() -> tuple[list[Passage], list[Passage]]:
@@ -206,10 +231,6 @@ class Inputs:
         """Mean square of each channel, [in]."""
         return self.token_weight @ self.rows.square()
 
-    def moments(self) -> Tensor:
-        """Mean of x x^T, [in, in]."""
-        return self.rows.t() @ (self.rows * self.token_weight[:, None])
-
 
 @dataclass(frozen=True, slots=True)
 class GroupSample:
@@ -222,20 +243,23 @@ class GroupSample:
     """The largest |x| of each channel, [in], over all tokens."""
     fitting: Inputs
     checking: Inputs
+    moments: Tensor | None = None
+    """H [in, in] of all tokens, for GPTQ (`moments.py`)."""
 
     def rotated(self, divisor: Tensor, block: int) -> GroupSample:
         """As `Inputs.rotated`; absmax is that of the rows kept."""
         fitting, checking = (x.rotated(divisor, block) for x in (self.fitting, self.checking))
         absmax = torch.maximum(*(part.rows.abs().amax(dim=0) for part in (fitting, checking)))
-        return GroupSample(absmax, fitting, checking)
+        moments = self.moments
+        if moments is not None:
+            moments = moments_over(moments, divisor, block)
+        return GroupSample(absmax, fitting, checking, moments)
 
     def energy(self) -> Tensor:
-        """Mean square of each channel over both halves, [in]."""
+        """Mean square of each channel, [in]: of all tokens, or else of both halves."""
+        if self.moments is not None:
+            return self.moments.diagonal()
         return (self.fitting.energy() + self.checking.energy()) / 2
-
-    def moments(self) -> Tensor:
-        """Mean of x x^T over both halves, [in, in]."""
-        return self.fitting.moments().add_(self.checking.moments()).div_(2)
 
 
 LayerSample = Mapping[str, GroupSample]
@@ -244,15 +268,22 @@ LayerSample = Mapping[str, GroupSample]
 
 class LayerInputs(dict[str, Tensor]):
     """Observes one sequence in a layer: by group, every `stride`-th input [rows, in] from the
-    first on, and in `absmax` the largest |x| of each channel [in]."""
+    first on, and in `absmax` the largest |x| of each channel [in]. With stride 0 no input is kept.
 
-    def __init__(self, stride: int) -> None:
+    `whole` holds all inputs [tokens, in] where moments are wanted, until they are taken.
+    """
+
+    def __init__(self, stride: int, moments: bool = False) -> None:
         super().__init__()
-        self.stride = stride
+        self.stride, self._moments = stride, moments
         self.absmax: dict[str, Tensor] = {}
+        self.whole: dict[str, Tensor] = {}
 
     def __call__(self, group: str, x: Tensor) -> None:
-        self[group] = x[:: self.stride].clone()
+        if self.stride:
+            self[group] = x[:: self.stride].clone()
+        if self._moments:
+            self.whole[group] = x
         self.absmax[group] = x.abs().amax(dim=0)
 
 
@@ -264,39 +295,85 @@ class SampledRows(dict[str, Tensor]):
         self[group] = x[::step][:SAMPLED_ROWS].clone()
 
 
-def sample_groups(seen: Sequence[LayerInputs], residuals: Sequence[Tensor]) -> LayerSample:
-    """What the observers of all sequences saw, taken from them.
+def strides(lengths: Sequence[int]) -> list[int]:
+    """Of what is sampled of each sequence: about SAMPLED_TOKENS, from the first CALIBRATION_TOKENS.
 
-    residuals: the layer's outputs. The norms that read them divide by their size, so noise in the
-    outputs of `o` and `down` matters in relation to it; all inputs of the other groups are normed.
+    So the search of scales sees the same inputs whether or not GPTQ has more text.
     """
+    before = [0, *accumulate(lengths)]
+    sampled = sum(start < CALIBRATION_TOKENS for start in before[:-1])
+    stride = max(1, before[sampled] // SAMPLED_TOKENS)
+    return [stride] * sampled + [0] * (len(lengths) - sampled)
+
+
+def portions(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of the sequences, in order, by PORTION_TOKENS or a little more."""
+    portion, tokens = [], 0
+    for number, length in enumerate(lengths):
+        portion.append(number)
+        tokens += length
+        if tokens >= PORTION_TOKENS:
+            yield portion
+            portion, tokens = [], 0
+    if portion:
+        yield portion
+
+
+def sample_layer(
+    layer: Layer, states: list[Tensor], workers: Executor, moments: bool = False
+) -> LayerSample:
+    """Move the calibration text through a layer; what its inputs look like there.
+
+    states: the residual stream [tokens, hidden] of each sequence, which is replaced.
+    """
+    lengths = [len(x) for x in states]
+    stride, sums, seen = strides(lengths), MomentSums(), []
+
+    def run(number: int) -> LayerInputs:
+        inputs = LayerInputs(stride[number], moments)
+        states[number] = layer(states[number], inputs)
+        return inputs
+
+    for portion in portions(lengths) if moments else [range(len(states))]:
+        found = list(workers.map(run, portion))
+        if moments:
+            outputs = [states[number] for number in portion]
+            rows = {group: [inputs.whole.pop(group) for inputs in found] for group in GROUPS}
+            weights = {group: token_weights(group, outputs) for group in GROUPS}
+            sums.add(rows, weights, workers)
+            del rows
+        trim_heap()
+        seen += found
+    return sample_groups(seen, states, sums.means())
+
+
+def token_weights(group: str, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """By sequence: what noise in a token's output of this group counts, [tokens].
+
+    outputs [tokens, hidden]: the layer's. The norms that read them divide by their size, so noise
+    in the outputs of `o` and `down` matters in relation to it; all inputs of the other groups are
+    normed.
+    """
+    if group not in ("o", "down"):
+        return [torch.ones(len(x)) for x in outputs]
+    return [1 / x.square().mean(dim=1).clamp_min(SMALLEST_ENERGY) for x in outputs]
+
+
+def sample_groups(
+    seen: Sequence[LayerInputs], outputs: Sequence[Tensor], moments: Mapping[str, Tensor]
+) -> LayerSample:
+    """What the observers of all sequences saw, taken from them; `moments` H where there are any.
+
+    outputs: as for `token_weights`.
+    """
+    pairs = [pair for pair in zip(seen, outputs, strict=True) if pair[0].stride]
     found = {}
     for group in GROUPS:
-        weights = None
-        if group in ("o", "down"):
-            weights = [
-                1 / x[:: inputs.stride].square().mean(dim=1).clamp_min(SMALLEST_ENERGY)
-                for inputs, x in zip(seen, residuals, strict=True)
-            ]
         absmax = torch.stack([inputs.absmax[group] for inputs in seen]).amax(dim=0)
-        found[group] = sample_of([inputs.pop(group) for inputs in seen], weights, absmax)
+        weights = token_weights(group, [x[:: inputs.stride] for inputs, x in pairs])
+        parts = [inputs.pop(group) for inputs, _ in pairs]
+        if len(parts) == 1:
+            parts, weights = list(parts[0].chunk(2)), list(weights[0].chunk(2))
+        fitting, checking = (Inputs.of(parts[i::2], weights[i::2]) for i in (0, 1))
+        found[group] = GroupSample(absmax, fitting, checking, moments.get(group))
     return found
-
-
-def sample_of(
-    parts: Sequence[Tensor],
-    weights: Sequence[Tensor] | None = None,
-    absmax: Tensor | None = None,
-) -> GroupSample:
-    """parts [rows, in], weights [rows] of each sequence, by default equal; one part is halved.
-
-    absmax [in] is that of `parts` by default.
-    """
-    if weights is None:
-        weights = [torch.ones(len(part)) for part in parts]
-    if absmax is None:
-        absmax = torch.stack([part.abs().amax(dim=0) for part in parts]).amax(dim=0)
-    if len(parts) == 1:
-        parts, weights = parts[0].chunk(2), weights[0].chunk(2)
-    fitting = Inputs.of(parts[::2], weights[::2])
-    return GroupSample(absmax, fitting, Inputs.of(parts[1::2], weights[1::2]))

@@ -25,14 +25,23 @@ from torch import Tensor
 
 from quasar.quantization.weights import Grid, short
 
-DAMPING = 0.5
-"""Of the mean H_jj, added to the diagonal."""
+DAMPING = 0.1
+"""Of the mean H_jj, added to the diagonal. Qwen2.5-Coder-0.5B, four layers, 40,000 tokens of
+calibration text: error of W4A8 weights on unseen chat answers over that of round-to-nearest
+
+    damping    qkv     o       gate_up   down
+    0.5        0.62    0.44    0.66      0.68
+    0.1        0.60    0.40    0.66      0.70
+    0.03       0.60    0.40    0.66      0.73
+"""
 BLOCK = 128
 """Channels whose effect on the later ones is applied in one product."""
 SWEEPS = 2
 """Of `refined`; a third takes 1 % more off the error."""
 SMALLEST = torch.finfo(torch.float32).tiny
 """Of the normal numbers: scales are not below."""
+ROWS = 2048
+"""Of a weight, rounded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +65,39 @@ class Objective:
         order = energy.argsort(descending=True, stable=True)
         floor = energy.mean() * DAMPING
         energy.add_(torch.where(floor > 0, floor, torch.ones_like(floor)))
-        # 600 MB each for 12,288 channels: no step keeps what it no longer needs.
-        matrix = moments[order][:, order]
+        # 600 MB for 12,288 channels: from here on in place.
+        factor = moments.clone()
+        permute(factor, order)
+        matrix = factor.mT  # LAPACK works on columns
         torch.linalg.cholesky(matrix, out=matrix)
-        matrix = torch.cholesky_inverse(matrix)
+        torch.cholesky_inverse(matrix, out=matrix)
         torch.linalg.cholesky(matrix, upper=True, out=matrix)
         return cls(moments, order, matrix)
+
+
+def permute(matrix: Tensor, order: Tensor) -> None:
+    """matrix [n, n] -> matrix[order][:, order] in place."""
+    for start in range(0, len(order), BLOCK):
+        rows = matrix[start : start + BLOCK]
+        rows[:] = rows[:, order]
+    for start in range(0, len(order), BLOCK):
+        columns = matrix[:, start : start + BLOCK]
+        columns[:] = columns[order]
+
+
+def rounded(weight: Tensor, grid: Grid, objective: Objective) -> tuple[Grid, Tensor]:
+    """weight [out, in] fp32 -> its codes [out, in] by GPTQ, refined, and the grid that they are on.
+
+    Rows do not depend on each other: ROWS of them at a time bound the memory.
+    """
+    codes, scale = torch.empty_like(weight), torch.empty_like(grid.scale)
+    for start in range(0, len(weight), ROWS):
+        rows = slice(start, start + ROWS)
+        part = replace(grid, scale=grid.scale[rows], zero=grid.zero[rows])
+        first = compensated_codes(weight[rows], part, objective)
+        part, codes[rows] = refined(weight[rows], part, first, objective)
+        scale[rows] = part.scale
+    return replace(grid, scale=scale), codes
 
 
 def compensated_codes(weight: Tensor, grid: Grid, objective: Objective) -> Tensor:

@@ -194,7 +194,7 @@ class Source:
         check_groups(config, recipe)
         tokenizer = load_tokenizer(checkpoint)
         longest = min(SEQUENCE_TOKENS, config.context_length)
-        text = calibration_text(tokenizer, options.calibration, longest)
+        text = calibration_text(tokenizer, options.calibration, longest, recipe.needs_moments)
         return cls(checkpoint, config, tokenizer, text, options, recipe)
 
     @property

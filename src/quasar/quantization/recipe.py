@@ -15,12 +15,14 @@ from quasar.models.config import ModelConfig
 from quasar.models.layer import LayerTensors
 from quasar.models.tensors import GROUPS, linear_shapes
 from quasar.quantization.calibrate import GroupSample, LayerSample
-from quasar.quantization.gptq import Objective, compensated_codes, refined
+from quasar.quantization.gptq import Objective, rounded
 from quasar.quantization.hadamard import rotate_with_matrix, rotated
+from quasar.quantization.moments import moments_over
 from quasar.quantization.search import CHECKING_TOKENS, Candidate, search_scales, shape_of
 from quasar.quantization.simulation import relative_errors
 from quasar.quantization.smooth import UNSMOOTHED, Smoothing, fold, smoothquant
 from quasar.quantization.weights import (
+    Grid,
     QuantizedLayer,
     QuantizedWeight,
     WeightFormat,
@@ -79,6 +81,11 @@ class Recipe:
     def plain(self) -> Recipe:
         """Round-to-nearest in the same format."""
         return Recipe(self.format, "none", "rtn")
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether it uses the second moments of the inputs, and so more calibration text."""
+        return self.weights == "gptq"
 
     def apply(
         self, tensors: LayerTensors, sample: LayerSample, config: ModelConfig, workers: Executor
@@ -171,30 +178,43 @@ class Recipe:
             turned[f"{name}.weight"] = folded[f"{name}.weight"].clone()
             rotate_with_matrix(turned[f"{name}.weight"], self.rotation)
         inputs = sample.rotated(divisor, self.rotation)
-        found = self._quantize_group(group, turned, inputs, torch.ones_like(divisor))
+        found = self._rounded(group, turned, inputs.energy(), inputs.moments)
         return {name: replace(weight, rotation=self.rotation) for name, weight in found.items()}
 
     def _quantize_group(
         self, group: str, folded: LayerTensors, sample: GroupSample, divisor: Tensor
     ) -> dict[str, QuantizedWeight]:
         """By linear; inputs of the folded layer are those of the sample over divisor [in]."""
-        energy, format = sample.energy() / divisor.square(), self.format_of(group)
+        moments = None
+        if self.needs_moments and sample.moments is not None:
+            moments = moments_over(sample.moments, divisor)
+        return self._rounded(group, folded, sample.energy() / divisor.square(), moments)
+
+    def _rounded(
+        self, group: str, folded: LayerTensors, energy: Tensor, moments: Tensor | None
+    ) -> dict[str, QuantizedWeight]:
+        """By linear; energy [in] and moments [in, in] of the inputs, which GPTQ uses up."""
+        weights = {name: folded[f"{name}.weight"] for name in GROUPS[group]}
+        format = self.format_of(group)
+        grids = {name: self._grid(weight, format, energy) for name, weight in weights.items()}
         objective = None
-        if self.weights == "gptq":
-            objective = Objective.of(sample.moments().div_(divisor).div_(divisor[:, None]))
+        if self.needs_moments:
+            assert moments is not None
+            objective = Objective.of(moments)
         found = {}
-        for name in GROUPS[group]:
-            weight = folded[f"{name}.weight"]
-            if self.weights == "rtn":
-                grid = covering_grid(weight, format)
+        for name, weight in weights.items():
+            grid = grids[name]
+            if objective is None:
+                codes = grid.codes(weight)
             else:
-                grid = clipped_grid(weight, format, energy)
-            codes = grid.codes(weight)
-            if objective is not None:
-                codes = compensated_codes(weight, grid, objective)
-                grid, codes = refined(weight, grid, codes, objective)
+                grid, codes = rounded(weight, grid, objective)
             found[name] = grid.pack(codes, folded.get(f"{name}.bias"))
         return found
+
+    def _grid(self, weight: Tensor, format: WeightFormat, energy: Tensor) -> Grid:
+        if self.weights == "rtn":
+            return covering_grid(weight, format)
+        return clipped_grid(weight, format, energy)
 
 
 def default_recipe(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,11 +23,9 @@ from quasar.models.config import ModelConfig
 from quasar.models.layer import Layer, LayerTensors, Observer, embedded, unobserved
 from quasar.models.tensors import GROUPS, layer_prefix
 from quasar.quantization.calibrate import (
-    SAMPLED_TOKENS,
     CalibrationText,
-    LayerInputs,
     SampledRows,
-    sample_groups,
+    sample_layer,
 )
 from quasar.quantization.recipe import LayerResult, Recipe
 from quasar.quantization.simulation import Arm, Fidelity, compare, relative_errors, simulated
@@ -101,9 +98,6 @@ class Trial:
         """table [vocab, hidden] bf16: the embedding."""
         self.config, self.workers = config, workers
         self.recipe = recipe
-        tokens = sum(len(ids) for ids in text.calibration)
-        # GPTQ needs the moments of all inputs, the search a sample.
-        self.stride = 1 if recipe.weights == "gptq" else max(1, tokens // SAMPLED_TOKENS)
         self.calibration = [embedded(table, ids, config) for ids in text.calibration]
         self.bf16 = [embedded(table, ids, config) for ids in text.held_out]
         self.quantized, self.rtn = list(self.bf16), list(self.bf16)
@@ -135,9 +129,8 @@ class Trial:
         return result.layer
 
     def _calibrated(self, layer: Layer, tensors: LayerTensors) -> LayerResult:
-        """What was seen of the inputs, 800 MB of an 8B model's layer for GPTQ, goes at the end."""
-        seen = self._move(self.calibration, layer, partial(LayerInputs, self.stride))
-        sample = sample_groups(seen, self.calibration)
+        """What was seen of the inputs, 900 MB of an 8B model's layer for GPTQ, goes at the end."""
+        sample = sample_layer(layer, self.calibration, self.workers, self.recipe.needs_moments)
         return self.recipe.apply(tensors, sample, self.config, self.workers)
 
     def _record(
