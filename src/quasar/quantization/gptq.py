@@ -13,7 +13,10 @@ descent on the same error. With E = W - Q and R = E H:
 - a group's scale s, the rest kept, u = codes - zero: the error changes by d^2 u H u^T - 2 d R u^T
   when s becomes s + d, least at d = R u^T / u H u^T. That is rounded to SCALE_BITS, and taken if
   the change is below 0 even so.
-No step makes a row worse.
+No step makes a row worse, but for what fp32 loses. Error of W4A8 in relation to rounding to nearest
+(groups of 32; Qwen2.5-Coder-0.5B, three layers, on chat answers that H has not seen, damping 0.1),
+GPTQ and refined: qkv 0.588, 0.564; o 0.403, 0.379; gate/up 0.662, 0.634; down 0.716, 0.700. Scales
+with all bits would bring 0.548, 0.370, 0.624, 0.691: few groups have a better short one.
 """
 
 from __future__ import annotations
