@@ -82,8 +82,8 @@ def test_transformers_runs_the_folder(folder):
     with torch.inference_mode():
         found = load(folder)(TOKENS[None]).logits[0]
     expected = folder_logits(folder, lambda weight: Int8Linear(weight))
-    assert (found - expected).std() < 0.1 * expected.std()
-    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+    assert (found - expected).std() < 0.2 * expected.std()
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.85
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
