@@ -22,7 +22,7 @@ from quasar.models.families import parse_config
 from quasar.models.layer import logits
 from quasar.models.tensors import LINEARS
 from quasar.quantization import recipe, saving
-from quasar.quantization.pipeline import QuantizeOptions, quantize
+from quasar.quantization.pipeline import QuantizeOptions, Source, quantize
 from quasar.quantization.smooth import Smoothing, smoothquant
 from quasar.quantization.weights import round_to_nearest
 
@@ -111,6 +111,18 @@ def test_other_roundings_of_weights(write_model, tmp_path, weights):
     assert content["requested"]["weights"] == weights
     assert content["weights"] == (weights if report.kept else "rtn")
     assert content["requested"]["kl"] != content["summary"]["kl_rtn"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "tokens"),
+    [("w8a8", None, 800), ("w8a8", "gptq", 1600), ("w4a8", None, 1600), ("w4a8", "clip", 800)],
+)
+def test_gptq_gets_more_text(write_model, scheme, weights, tokens):
+    """Also what a run needs on disk knows of it."""
+    options = QuantizeOptions(scheme=scheme, weights=weights)
+    source = Source.of(open_checkpoint(write_model(**GROUPABLE)), options)
+    assert sum(map(len, source.text.calibration)) == tokens
+    assert source.state_bytes == 4 * 64 * (tokens + 3 * 200)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,7 +26,7 @@ calibration text: error of W4A8 weights on unseen chat answers over that of roun
 """
 BLOCK = 128
 """Channels whose effect on the later ones is applied in one product."""
-ROWS = 2048
+ROWS = 1024
 """Of a weight, rounded at a time."""
 
 

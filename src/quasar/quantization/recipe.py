@@ -176,6 +176,7 @@ class Recipe:
         """By linear; energy [in] and moments [in, in] of the inputs, which GPTQ uses up."""
         weights = {name: folded[f"{name}.weight"] for name in GROUPS[group]}
         grids = {name: self._grid(weight, energy) for name, weight in weights.items()}
+        trim_heap()
         inverse = None
         if self.needs_moments:
             assert moments is not None
