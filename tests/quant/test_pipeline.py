@@ -39,8 +39,9 @@ def short_texts(monkeypatch):
     monkeypatch.setattr("quasar.quantization.calibrate.HELD_OUT_TOKENS", 200)
 
 
-def run(folder, out, smooth="search", **options):
-    return quantize(open_checkpoint(folder), out, QuantizeOptions(smooth=smooth), **options)
+def run(folder, out, smooth="search", scheme="w8a8", **options):
+    wanted = QuantizeOptions(scheme, smooth)
+    return quantize(open_checkpoint(folder), out, wanted, **options)
 
 
 def stored(folder):
@@ -538,6 +539,22 @@ def test_a_model_whose_logits_overflow_is_refused(write_model, tmp_path, name, s
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(CheckpointError, match="llama-model: the model's logits are not finite"):
         run(source, tmp_path / "out", smooth=smooth)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
+
+
+@pytest.mark.parametrize(
+    ("linear", "named"),
+    [("self_attn.o_proj", "0.self_attn.o_proj"), ("mlp.down_proj", "0.self_attn.o_proj")],
+)
+@pytest.mark.parametrize("smooth", ["search", "none"])
+def test_moments_that_overflow_are_refused(write_model, tmp_path, linear, named, smooth):
+    """The outputs are infinite, so no token of `o` counts."""
+    source = write_model(**GROUPABLE)
+    tensors = stored(source)
+    tensors[f"model.layers.0.{linear}.weight"].fill_(3e38)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"layers\.{named} are not finite"):
+        run(source, tmp_path / "out", smooth=smooth, scheme="w4a8")
     assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
 
 
