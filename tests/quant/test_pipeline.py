@@ -22,7 +22,7 @@ from quasar.models.families import parse_config
 from quasar.models.layer import logits
 from quasar.models.tensors import GROUPS, LINEARS
 from quasar.quantization import recipe, saving
-from quasar.quantization.pipeline import QuantizeOptions, quantize
+from quasar.quantization.pipeline import QuantizeOptions, Source, quantize
 from quasar.quantization.smooth import Smoothing, smoothquant
 from quasar.quantization.weights import round_to_nearest
 
@@ -39,8 +39,9 @@ def short_texts(monkeypatch):
     monkeypatch.setattr("quasar.quantization.calibrate.HELD_OUT_TOKENS", 200)
 
 
-def run(folder, out, smooth="search", **options):
-    return quantize(open_checkpoint(folder), out, QuantizeOptions(smooth=smooth), **options)
+def run(folder, out, smooth="search", scheme="w8a8", **options):
+    wanted = QuantizeOptions(scheme, smooth)
+    return quantize(open_checkpoint(folder), out, wanted, **options)
 
 
 def stored(folder):
@@ -111,6 +112,18 @@ def test_other_roundings_of_weights(write_model, tmp_path, weights):
     assert content["requested"]["weights"] == weights
     assert content["weights"] == (weights if report.kept else "rtn")
     assert content["requested"]["kl"] != content["summary"]["kl_rtn"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "tokens"),
+    [("w8a8", None, 800), ("w8a8", "gptq", 1600), ("w4a8", None, 1600), ("w4a8", "clip", 800)],
+)
+def test_gptq_gets_more_text(write_model, scheme, weights, tokens):
+    """Also what a run needs on disk knows of it."""
+    options = QuantizeOptions(scheme=scheme, weights=weights)
+    source = Source.of(open_checkpoint(write_model(**GROUPABLE)), options)
+    assert sum(map(len, source.text.calibration)) == tokens
+    assert source.state_bytes == 4 * 64 * (tokens + 3 * 200)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -526,6 +539,22 @@ def test_a_model_whose_logits_overflow_is_refused(write_model, tmp_path, name, s
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(CheckpointError, match="llama-model: the model's logits are not finite"):
         run(source, tmp_path / "out", smooth=smooth)
+    assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
+
+
+@pytest.mark.parametrize(
+    ("linear", "named"),
+    [("self_attn.o_proj", "0.self_attn.o_proj"), ("mlp.down_proj", "0.self_attn.o_proj")],
+)
+@pytest.mark.parametrize("smooth", ["search", "none"])
+def test_moments_that_overflow_are_refused(write_model, tmp_path, linear, named, smooth):
+    """The outputs are infinite, so no token of `o` counts."""
+    source = write_model(**GROUPABLE)
+    tensors = stored(source)
+    tensors[f"model.layers.0.{linear}.weight"].fill_(3e38)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"layers\.{named} are not finite"):
+        run(source, tmp_path / "out", smooth=smooth, scheme="w4a8")
     assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quasar.quantization import weights
 from quasar.quantization.weights import (
     WeightFormat,
     clipped_grid,
@@ -101,3 +102,13 @@ def test_clipping_lowers_the_weighted_error(format):
     assert after.sum() < 0.95 * before.sum()
     expected = ((clipped.values(clipped.codes(weight)) - weight).square() * energy).sum()
     assert float(after.sum()) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_rows_are_clipped_some_at_a_time(monkeypatch):
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(50, 64, generator=generator)
+    energy = torch.rand(64, generator=generator)
+    expected = clipped_grid(weight, WeightFormat(4, 32), energy)
+    monkeypatch.setattr(weights, "CLIPPED_ROWS", 16)
+    found = clipped_grid(weight, WeightFormat(4, 32), energy)
+    assert torch.equal(found.scale, expected.scale) and torch.equal(found.zero, expected.zero)

@@ -19,9 +19,14 @@ from quasar.checkpoints.base import Checkpoint
 from quasar.checkpoints.writer import check_target
 from quasar.errors import UsageError
 from quasar.memory import peak_memory
-from quasar.models.layer import read_layer
 from quasar.models.tensors import EMBEDDING, final_norm, head_rows
-from quasar.quantization.pipeline import QuantizeOptions, Source, free_space, space_needed
+from quasar.quantization.pipeline import (
+    QuantizeOptions,
+    Source,
+    free_space,
+    space_needed,
+    taken_layer,
+)
 from quasar.quantization.simulation import HEAD_CHUNK
 from quasar.quantization.trial import Trial, workers
 
@@ -92,7 +97,7 @@ def _measured(source: Source, steps: _Steps) -> float:
     with workers() as pool:
         started = time.perf_counter()
         trial = _trial(source, pool)
-        trial.advance(0, read_layer(checkpoint, config, 0))
+        trial.advance(0, taken_layer(checkpoint, config, 0))
         layer = time.perf_counter() - started
         checkpoint.release()
         steps.done()

@@ -43,7 +43,7 @@ SWEEPS = 2
 """Of `refined`; a third takes 1 % more off the error."""
 SMALLEST = torch.finfo(torch.float32).tiny
 """Of the normal numbers: scales are not below."""
-ROWS = 2048
+ROWS = 1024
 """Of a weight, rounded at a time."""
 
 

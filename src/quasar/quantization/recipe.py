@@ -197,6 +197,7 @@ class Recipe:
         weights = {name: folded[f"{name}.weight"] for name in GROUPS[group]}
         format = self.format_of(group)
         grids = {name: self._grid(weight, format, energy) for name, weight in weights.items()}
+        trim_heap()
         objective = None
         if self.needs_moments:
             assert moments is not None

@@ -14,7 +14,7 @@ from quasar.quantization.simulation import Fidelity
 from quasar.quantization.trial import LinearError, Trial, TrialResult
 
 SHARE = 0.1
-"""Of the time, for saving at most: the hidden states of an 8B model are 230 MB."""
+"""Of the time, for saving at most: the hidden states of an 8B model are 230 to 640 MB."""
 
 
 class Saver:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from quasar.errors import CheckpointError
 from quasar.kernels.base import DenseWeight, Int8Weight, LinearWeight
 from quasar.kernels.reference import rms_norm
 from quasar.memory import trim_heap
@@ -121,16 +122,20 @@ class Trial:
         plain = QuantizedLayer.round(tensors, self.recipe.format)
         result = LayerResult(plain, plain, UNSMOOTHED)
         if self.recipe != self.recipe.plain:
-            result = self._calibrated(layer, tensors)
+            result = self._calibrated(layer_prefix(index), layer, tensors)
         for states, arm in ((self.rtn, plain), (self.quantized, result.verified)):
             self._move(states, simulated(self.config, index, arm), lambda: unobserved)
         held_out = {g: torch.cat([part[g] for part in rows]) for g in GROUPS}
         self._record(layer_prefix(index), tensors, result, plain, held_out)
         return result.layer
 
-    def _calibrated(self, layer: Layer, tensors: LayerTensors) -> LayerResult:
+    def _calibrated(self, prefix: str, layer: Layer, tensors: LayerTensors) -> LayerResult:
         """What was seen of the inputs, 900 MB of an 8B model's layer for GPTQ, goes at the end."""
         sample = sample_layer(layer, self.calibration, self.workers, self.recipe.needs_moments)
+        for group, names in GROUPS.items():
+            moments = sample[group].moments
+            if moments is not None and not moments.diagonal().isfinite().all():
+                raise CheckpointError(f"inputs of {prefix}{names[0]} are not finite or too large")
         return self.recipe.apply(tensors, sample, self.config, self.workers)
 
     def _record(
