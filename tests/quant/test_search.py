@@ -91,6 +91,20 @@ def test_only_a_gain_is_taken(monkeypatch, group):
     assert search_group(group, tensors, sample, CONFIG, WeightFormat()) is None
 
 
+def test_a_channel_that_some_token_has_large_is_not_scaled_up(monkeypatch):
+    """The token is not among the sampled ones, whose noise the candidate lowers."""
+    tensors, sample = plain_tensors(), sampled("down", 2)
+    quiet = 9
+    for part in (sample.fitting.rows, sample.checking.rows):
+        part[:, quiet] /= 20
+    sample.absmax[quiet] /= 20
+    scale = sample.fitting.energy() ** 0.25
+    monkeypatch.setattr(search, "candidates", lambda *_: [Candidate("rms", scale)])
+    assert search_group("down", tensors, sample, CONFIG, WeightFormat()) is not None
+    sample.absmax[quiet] = 100 * sample.absmax.max()
+    assert search_group("down", tensors, sample, CONFIG, WeightFormat()) is None
+
+
 def test_noise_is_that_of_the_integer_product():
     tensors, sample = plain_tensors(), sampled("down", 2)
     weight = tensors["mlp.down_proj.weight"]

@@ -56,8 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--hadamard",
         choices=("on", "off"),
         help="whether our verifier rotates the inputs of down_proj before it rounds them, which "
-        "spreads their outliers; W8A8 weights are stored the same either way (default: on with "
-        "--smooth search)",
+        "spreads their outliers; other engines read W8A8 folders either way and do not rotate "
+        "(default: on with --smooth search)",
     )
     parser.add_argument(
         "--rotate",

@@ -156,8 +156,8 @@ class Recipe:
             return smoothquant(tensors, {g: sample[g].absmax for g in GROUPS}, config)
 
         def search(group: str) -> Candidate | None:
-            if group == ROTATED and self._stores_rotated:
-                return None
+            if group == ROTATED and self.rotation:
+                return None  # a channel that is scaled up would be spread over its block
             weights = [tensors[f"{name}.weight"] for name in GROUPS[group]]
             format = self.format_of(group)
             return search_scales(weights, sample[group], format, shape_of(group, config))

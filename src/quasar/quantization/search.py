@@ -48,6 +48,8 @@ THRESHOLDS = tuple(0.003 * 1.4**i for i in range(17))
 """Shares of the largest channel maximum, up to 0.65."""
 FINALISTS = 4
 """Candidates besides the identity whose products are computed."""
+EXTREME = 4.0
+"""What a candidate may do to `Surrogate.extreme`."""
 IDENTITY_MARGIN = 0.01
 """What a candidate must win by to be taken at all."""
 RANKING_TOKENS, CHECKING_TOKENS = 512, 256
@@ -102,6 +104,14 @@ class Surrogate:
         weights = self.row_share * (maxima.square().sum(dim=0) @ energy)
         return float(activations + weights)
 
+    def extreme(self, scale: Tensor, absmax: Tensor) -> float:
+        """Noise of the rounded activations of a token with the largest |x| [in] of all.
+
+        The few tokens with massive activations are seldom among `inputs`, and a channel that is
+        large in them alone looks as if it could be scaled up.
+        """
+        return float((absmax / scale).amax().square() * (scale.square() @ self.column_energy))
+
 
 def unchanged(x: Tensor) -> Tensor:
     return x
@@ -139,7 +149,13 @@ def search_scales(
 ) -> Candidate | None:
     """The best scales for linears [out, in] fp32 of one input; None: no smoothing is as good."""
     surrogate = Surrogate.of(sample.fitting.thinned(RANKING_TOKENS), weights, format)
-    ranked = sorted(candidates(weights, sample, shape), key=lambda c: surrogate(c.scale))
+    most = EXTREME * surrogate.extreme(torch.ones_like(sample.absmax), sample.absmax)
+    sound = [
+        candidate
+        for candidate in candidates(weights, sample, shape)
+        if surrogate.extreme(candidate.scale, sample.absmax) <= most
+    ]
+    ranked = sorted(sound, key=lambda c: surrogate(c.scale))
     noise = Noise.of(sample.checking.thinned(CHECKING_TOKENS), weights, format)
     best, least = None, (1 - IDENTITY_MARGIN) * noise(torch.ones_like(sample.absmax))
     for candidate in ranked[:FINALISTS]:
