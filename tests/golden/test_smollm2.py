@@ -23,8 +23,8 @@ GOLDEN = {
     + "    if isinstance(n, int) and n > 2:\n        return False\n"
     + "    if isinstance(n, bool) and n % 2 == 0:\n        return False\n   ",
     "w8a8": START
-    + "    if isinstance(n, int) and n > 1:\n        return True\n"
-    + "    if isinstance(n, list) and n == 1:\n        return False\n    if isinstance(",
+    + "    if n < 2:\n        return False\n"
+    + "    for i in range(2, int(n**0.5) + 1):\n        if n % i == 0",
 }
 
 

@@ -237,3 +237,25 @@ def test_16_bit_inputs_are_not_rotated(write_model, tmp_path):
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="W4A16 has no integer inputs"):
         open_checkpoint(tmp_path / "out")
+
+
+def test_an_int8_down_in_a_w4a8_folder_is_rotated_when_it_is_loaded(write_outliers, tmp_path):
+    """It is stored plain, as in W8A8 folders."""
+    source = write_outliers(hidden_size=64, intermediate_size=64, head_dim=16)
+    errors, distances = {}, {}
+    checkpoint = open_checkpoint(source)
+    tokens = torch.tensor([3 * i % 200 for i in range(40)])
+    expected = logits(checkpoint, parse_config(checkpoint.config), tokens)
+    for flag in (True, False):
+        out = tmp_path / str(flag)
+        options = QuantizeOptions("w4a8", "none", "rtn", hadamard=flag, int8=("down", "qkv"))
+        entries = quantize(open_checkpoint(source), out, options).linears()
+        errors[flag] = max(e["relative_error"] for e in entries if "down_proj" in e["name"])
+        distances[flag] = (verified(out, "w4a8") - expected).norm()
+    stored = [
+        open_checkpoint(tmp_path / str(flag)).tensor("model.layers.0.mlp.down_proj.weight")
+        for flag in (True, False)
+    ]
+    assert torch.equal(*stored)
+    assert errors[True] < 0.8 * errors[False]
+    assert distances[True] < distances[False]
