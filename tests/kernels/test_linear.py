@@ -1,7 +1,4 @@
-"""Matrix products against their twin: W8A8 and W4A8 bit for bit, BF16 closely; row invariance.
-
-The twin's INT8 product (torch._int_mm) reads no input of width 1, so widths start at 2.
-"""
+"""Matrix products against their twin: W8A8 and W4A8 bit for bit, BF16 closely; row invariance."""
 
 from __future__ import annotations
 
