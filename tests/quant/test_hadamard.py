@@ -209,7 +209,7 @@ def test_a_layer_whose_down_stays_in_bf16(folders, tmp_path, monkeypatch):
     """The mark is for those that are INT8; the other layer is rotated all the same."""
     bad = iter((1.0, 0.0))
 
-    def errors(tensors, layer, scales, inputs, config):
+    def errors(tensors, layer, scales, inputs, config, workers):
         return dict.fromkeys(layer.linears, 0.0) | {"mlp.down_proj": next(bad)}
 
     monkeypatch.setattr(recipe, "relative_errors", errors)

@@ -241,7 +241,7 @@ def test_a_recipe_worse_than_nothing_is_not_kept(write_model, tmp_path, monkeypa
 def test_groups_that_stay_bad_are_left_alone(write_model, tmp_path, monkeypatch):
     left = ("self_attn.o_proj", "mlp.down_proj")
 
-    def errors(tensors, layer, scales, inputs, config):
+    def errors(tensors, layer, scales, inputs, config, workers):
         return {name: float(name in left) for name in layer.linears}
 
     monkeypatch.setattr(recipe, "relative_errors", errors)

@@ -38,7 +38,7 @@ LARGEST_FILE = 32 * 2**20
 SAMPLED_TOKENS = 1024
 """Inputs kept of the calibration text for the search of scales, about, half of them to check."""
 SMALLEST_ENERGY = torch.finfo(torch.float32).tiny
-SAMPLED_ROWS = 32
+SAMPLED_ROWS = 16
 """Inputs kept a held-out sequence, to measure the errors of linears on."""
 PORTION_TOKENS = 4096
 """Whose inputs are held until they are in the moments, about: 400 MB in an 8B model's layer."""

@@ -98,7 +98,8 @@ class Recipe:
         trim_heap()
         result = self._quantize(tensors, smoothing, sample, config, workers)
         rows = {group: sample[group].checking.thinned(CHECKING_TOKENS).rows for group in GROUPS}
-        errors = relative_errors(tensors, result.verified, result.smoothing.scales, rows, config)
+        scales = result.smoothing.scales
+        errors = relative_errors(tensors, result.verified, scales, rows, config, workers)
         bad = {
             group
             for group, names in GROUPS.items()

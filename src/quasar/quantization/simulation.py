@@ -85,21 +85,26 @@ def relative_errors(
     scales: Scales,
     inputs: Mapping[str, Tensor],
     config: ModelConfig,
+    workers: Executor,
 ) -> dict[str, float]:
     """By linear |quantised output - output| / |output|, in the units of the unsmoothed layer.
 
     tensors: the fp32 layer; inputs: [rows, in] by group; biases are left out.
     """
-    outputs, errors = output_scales(scales, config), {}
-    for group, names in GROUPS.items():
+    outputs = output_scales(scales, config)
+
+    def error(linear: tuple[str, str]) -> float:
+        group, name = linear
         rows = inputs[group]
+        expected = F.linear(rows, tensors[f"{name}.weight"])
         smoothed = rows / scales[group] if group in scales else rows
-        for name in names:
-            expected = F.linear(rows, tensors[f"{name}.weight"])
-            product = simulated_linear(replace(layer.linears[name], bias=None))(smoothed)
-            difference = product * outputs.get(name, torch.ones(())) - expected
-            errors[name] = float(difference.norm() / expected.norm().clamp_min(1e-30))
-    return errors
+        product = simulated_linear(replace(layer.linears[name], bias=None))(smoothed)
+        difference = product * outputs.get(name, torch.ones(())) - expected
+        return float(difference.norm() / expected.norm().clamp_min(1e-30))
+
+    linears = [(group, name) for group, names in GROUPS.items() for name in names]
+    found = workers.map(error, linears)
+    return {name: value for (_, name), value in zip(linears, found, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,9 @@ class Trial:
         held_out: Mapping[str, Tensor],
     ) -> None:
         scales = result.smoothing.scales
-        recipe = relative_errors(tensors, result.verified, scales, held_out, self.config)
-        rtn = relative_errors(tensors, plain, {}, held_out, self.config)
+        observed = (held_out, self.config, self.workers)
+        recipe = relative_errors(tensors, result.verified, scales, *observed)
+        rtn = relative_errors(tensors, plain, {}, *observed)
         for group, names in GROUPS.items():
             label = result.smoothing.labels.get(group, "none")
             for name in names:
