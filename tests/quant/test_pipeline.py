@@ -558,6 +558,18 @@ def test_moments_that_overflow_are_refused(write_model, tmp_path, linear, named,
     assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
 
 
+def test_outputs_whose_squares_overflow_have_an_error(write_model, tmp_path):
+    """Those of `o`, behind huge values: finite themselves."""
+    source = write_model(**GROUPABLE)
+    tensors = stored(source)
+    for name in [name for name in tensors if name.endswith("v_proj.weight")]:
+        tensors[name] *= 1e18
+    save_file(tensors, source / "model.safetensors")
+    run(source, tmp_path / "out", scheme="w4a8")
+    for linear in report_of(tmp_path / "out")["linears"]:
+        assert 0 < linear["relative_error"] < 1
+
+
 def test_logits_that_say_nothing_are_refused(write_model, tmp_path):
     """Finite logits so far apart that the perplexity leaves fp64."""
     source = write_model()
