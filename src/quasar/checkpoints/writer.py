@@ -92,7 +92,11 @@ class CheckpointWriter:
         if self._resumable and self._key is None:
             with suppress(OSError):  # before `resume`: what an interrupted run left stays
                 self.folder.rmdir()
-        elif self._points and kind is not None and not issubclass(kind, CheckpointError | UsageError):
+        elif (
+            self._points
+            and kind is not None
+            and not issubclass(kind, CheckpointError | UsageError)
+        ):
             log.warning("what is done is kept in %s: the same command goes on there", self.folder)
         elif self.folder.exists():
             shutil.rmtree(self.folder)
