@@ -21,6 +21,7 @@ from quasar.checkpoints.hf import SafetensorsCheckpoint
 from quasar.checkpoints.writer import CheckpointWriter
 from quasar.errors import CheckpointError, QuasarError, UsageError
 from quasar.kernels.base import DenseWeight, Int8Weight
+from quasar.loading import quantized_copy
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
 from quasar.models.tensors import GROUPS, LINEARS
@@ -514,6 +515,13 @@ def test_progress_reaches_the_end_of_each_stage(write_model, tmp_path):
     run(write_model(), tmp_path / "out", progress=lambda *step: steps.append(step))
     assert [s for s in steps if s[0] == "layers"] == [("layers", i, 2) for i in range(3)]
     assert steps[-1] == ("measuring", VOCABULARY, VOCABULARY)
+
+
+def test_a_model_with_a_link_to_nowhere_has_a_cached_copy(write_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write_model()
+    (source / "gone").symlink_to("nowhere")
+    assert quantized_copy(open_checkpoint(source), "w8a8").precision == "w8a8"
 
 
 def test_an_existing_folder_is_not_touched(write_model, tmp_path):
