@@ -93,9 +93,7 @@ class CheckpointWriter:
             with suppress(OSError):  # before `resume`: what an interrupted run left stays
                 self.folder.rmdir()
         elif (
-            self._points
-            and kind is not None
-            and not issubclass(kind, CheckpointError | UsageError)
+            self._points and kind is not None and not issubclass(kind, CheckpointError | UsageError)
         ):
             log.warning("what is done is kept in %s: the same command goes on there", self.folder)
         elif self.folder.exists():
