@@ -221,7 +221,8 @@ def cache_folder() -> Path:
 
 def _cache_key(path: Path, recipe: Recipe) -> str:
     """Changes with our version, the recipe, and name, size and time of any file of the model."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    # A link to nowhere is no file of the model.
+    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
     digest = hashlib.sha256(f"{__version__} {recipe}".encode())
     for file in files:
         status = file.stat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from quasar.quantization.calibrate import (
     builtin_passages,
     calibration_text,
     cut,
+    file_passages,
     mixed,
     parse_passages,
     portions,
@@ -128,6 +130,17 @@ def test_the_tail_of_a_file_is_held_out(tokenizer, tmp_path):
     assert "\ufeff" not in "".join(decoded(tokenizer, text.calibration))
 
 
+def test_a_quarter_is_held_out_whatever_is_left_behind_the_last_cut(tokenizer, tmp_path):
+    """Pieces end with a line, so a text of a few of them has a short one behind them."""
+    file = tmp_path / "mine.txt"
+    for lines in range(60, 160, 5):
+        file.write_text("Words of mine, one after the other.\n" * lines)
+        kept, held_out = (sum(len(p.text) for p in part) for part in file_passages(file))
+        assert kept + held_out == file.stat().st_size
+        assert kept >= held_out >= (kept + held_out) / 4
+        calibration_text(tokenizer, file)
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000, 5000])
 def test_cutting_loses_nothing(size):
     text = "".join(chr(97 + i * i % 23) for i in range(size))
@@ -163,8 +176,9 @@ def test_missing_folder_and_huge_files_are_refused(tokenizer, tmp_path):
     huge = tmp_path / "huge.txt"
     huge.touch()
     os.truncate(huge, LARGEST_FILE + 1)
-    with pytest.raises(UsageError, match="excerpt"):
-        calibration_text(tokenizer, huge)
+    for endless in (huge, Path("/dev/zero")):
+        with pytest.raises(UsageError, match="excerpt"):
+            calibration_text(tokenizer, endless)
 
 
 def test_observers():

@@ -15,6 +15,7 @@ from quasar.quantization.gptq import (
     DAMPING,
     SWEEPS,
     Objective,
+    centre,
     compensated_codes,
     refined,
     rounded,
@@ -256,9 +257,28 @@ def test_one_row_and_one_group():
 
 def test_the_factor_is_that_of_the_damped_inverse():
     moments = correlated()
+    centre(moments)
     objective = Objective.of(moments.clone())
     damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(192)
     product = objective.factor.double().t() @ objective.factor.double()
     expected = torch.linalg.inv(damped.double())[objective.order][:, objective.order]
     assert torch.allclose(product, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
     assert torch.equal(objective.factor, objective.factor.triu())
+
+
+@pytest.mark.parametrize("size", [2.0**-118, 2.0**120])
+def test_a_common_factor_of_the_moments_changes_nothing(size):
+    """Not even near the ends of fp32, where the inverse of H or the sum of its diagonal is none."""
+    weight = torch.randn(20, 192, generator=torch.Generator().manual_seed(20))
+    grid = covering_grid(weight, WeightFormat(4, 32))
+    expected, codes = rounded(weight, grid, Objective.of(correlated()))
+    found, same = rounded(weight, grid, Objective.of(correlated() * size))
+    assert torch.equal(same, codes)
+    assert torch.equal(found.scale, expected.scale)
+
+
+def test_moments_below_the_normal_numbers_are_none():
+    weight = torch.randn(20, 192, generator=torch.Generator().manual_seed(20))
+    grid = covering_grid(weight, WeightFormat(4, 32))
+    codes = compensated_codes(weight, grid, Objective.of(correlated() * 1e-43))
+    assert torch.equal(codes, grid.codes(weight))

@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from safetensors.torch import load_file, save_file
 import tiny
 from byte_tokenizer import VOCABULARY
 from quasar.checkpoints import open_checkpoint
+from quasar.checkpoints.hf import SafetensorsCheckpoint
+from quasar.checkpoints.writer import CheckpointWriter
 from quasar.errors import CheckpointError, QuasarError, UsageError
 from quasar.kernels.base import DenseWeight, Int8Weight
+from quasar.loading import quantized_copy
 from quasar.models.families import parse_config
 from quasar.models.layer import logits
 from quasar.models.tensors import GROUPS, LINEARS
@@ -82,7 +86,7 @@ def test_files_beside_the_tensors(write_model, tmp_path):
     source = write_model()
     (source / "generation_config.json").write_text('{"temperature": 0.7, "eos_token_id": 257}')
     config = json.loads((source / "config.json").read_text())
-    config["auto_map"] = {"AutoModel": "code.Model"}
+    config |= {"auto_map": {"AutoModel": "code.Model"}, "dtype": "float16"}
     (source / "config.json").write_text(json.dumps(config))
     run(source, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -98,6 +102,7 @@ def test_files_beside_the_tensors(write_model, tmp_path):
     assert generation == {"temperature": 0.7, "eos_token_id": [257]}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "auto_map" not in config
+    assert config.get("dtype", config["torch_dtype"]) == "bfloat16"
     assert config["quantization_config"]["ignore"] == ["lm_head"]
 
 
@@ -478,11 +483,45 @@ def test_a_full_disk_is_refused_before_work(write_model, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
 
 
+def interrupt(*_):
+    raise Interrupt
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "stopped", "error"),
+    [
+        (shutil, "disk_usage", lambda path: SimpleNamespace(free=0), UsageError),
+        (SafetensorsCheckpoint, "fingerprint", interrupt, Interrupt),
+        (CheckpointWriter, "_restore", interrupt, Interrupt),
+    ],
+)
+def test_what_was_saved_outlives_a_run_that_stops_before_it_goes_on(
+    write_model, tmp_path, place, name, stopped, error
+):
+    """Most of all one that finds the disk still full."""
+    source, steps = write_model(), []
+    with pytest.raises(Interrupt):
+        run(source, tmp_path / "out", progress=stop_at("layers", 1))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+        patch.setattr(place, name, stopped)
+        run(source, tmp_path / "out")
+    run(source, tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert steps_of("layers", steps) == [1, 2]
+    assert contents(tmp_path / "out") == whole(source, tmp_path)
+
+
 def test_progress_reaches_the_end_of_each_stage(write_model, tmp_path):
     steps = []
     run(write_model(), tmp_path / "out", progress=lambda *step: steps.append(step))
     assert [s for s in steps if s[0] == "layers"] == [("layers", i, 2) for i in range(3)]
     assert steps[-1] == ("measuring", VOCABULARY, VOCABULARY)
+
+
+def test_a_model_with_a_link_to_nowhere_has_a_cached_copy(write_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write_model()
+    (source / "gone").symlink_to("nowhere")
+    assert quantized_copy(open_checkpoint(source), "w8a8").precision == "w8a8"
 
 
 def test_an_existing_folder_is_not_touched(write_model, tmp_path):
@@ -556,6 +595,18 @@ def test_moments_that_overflow_are_refused(write_model, tmp_path, linear, named,
     with pytest.raises(CheckpointError, match=rf"layers\.{named} are not finite"):
         run(source, tmp_path / "out", smooth=smooth, scheme="w4a8")
     assert [path.name for path in tmp_path.iterdir()] == ["llama-model"]
+
+
+def test_outputs_whose_squares_overflow_have_an_error(write_model, tmp_path):
+    """Those of `o`, behind huge values: finite themselves."""
+    source = write_model(**GROUPABLE)
+    tensors = stored(source)
+    for name in [name for name in tensors if name.endswith("v_proj.weight")]:
+        tensors[name] *= 1e18
+    save_file(tensors, source / "model.safetensors")
+    run(source, tmp_path / "out", scheme="w4a8")
+    for linear in report_of(tmp_path / "out")["linears"]:
+        assert 0 < linear["relative_error"] < 1
 
 
 def test_logits_that_say_nothing_are_refused(write_model, tmp_path):

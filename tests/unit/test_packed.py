@@ -168,6 +168,7 @@ I32, BF16 = torch.int32, torch.bfloat16
         ("weight_scale", torch.ones(64, 1, dtype=I32), r"weight_scale.*int32"),
         ("weight_scale", torch.full((64, 1), torch.nan), r"weight_scale.*not positive"),
         ("weight_scale", torch.full((64, 1), torch.inf), r"weight_scale.*not positive"),
+        ("weight_scale", torch.full((64, 1), 2.0**127), r"weight_scale.*infinite weights"),
         ("weight_scale", torch.zeros(64, 1), r"weight_scale.*not positive"),
         ("weight_scale", -torch.ones(64, 1), r"weight_scale.*not positive"),
         ("weight_scale", torch.full((64, 1), 33 / 32), r"weight_scale.*5 significant bits"),
@@ -380,6 +381,14 @@ def test_malformed_mixed_configs(change: Callable[[dict[str, Any]], Any], named:
         parse_scheme(config, "here")
 
 
+def test_an_int8_linear_that_no_target_names(tmp_path: Path) -> None:
+    config, values = mixed(), mixed_tensors()
+    _second(targets=[r"re:.*mlp\.gate_proj$"])(config)
+    fails(write(tmp_path, values, config), r"up_proj\.weight_scale.*belongs to no weight_packed")
+    kept = {name: x for name, x in values.items() if not name.endswith("up_proj.weight_scale")}
+    fails(write(tmp_path, kept, config), r"up_proj\.weight' is I8.*4-bit")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "named"),
     [
@@ -389,6 +398,7 @@ def test_malformed_mixed_configs(change: Callable[[dict[str, Any]], Any], named:
         (f"{UP}.weight", torch.zeros(64, 32, dtype=BF16), "up_proj.weight"),
         (f"{UP}.weight", None, "weight_scale.*belongs to no I8 weight"),
         (f"{UP}.weight_scale", None, "weight_scale"),
+        (f"{UP}.weight_scale", torch.full((64, 1), 3e38), "weight_scale.*infinite weights"),
         (
             "model.layers.1.self_attn.q_proj.weight",
             torch.zeros(32, 32, dtype=torch.int8),

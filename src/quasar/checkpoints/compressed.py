@@ -23,6 +23,8 @@ from quasar.errors import CheckpointError
 from quasar.kernels.base import Int4Weight, Int8Weight, LinearWeight
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_SCALE = torch.finfo(torch.float32).max / 127
+"""Times a code this is a number."""
 
 
 class CompressedCheckpoint(SafetensorsCheckpoint):
@@ -48,6 +50,8 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
             elif part == PACKED or (part == self._stem(module) and self._is_int8(name)):
                 self._shapes[f"{module}.weight"] = self._checked_shape(module)
             elif part == "weight" and self._is_plain_linear(module):
+                if self._is_int8(name):
+                    raise CheckpointError(f"{self.where(name)} is I8, yet its scheme is 4-bit")
                 raise CheckpointError(
                     f"{self.where(name)} is not quantised, yet `ignore` does not list it"
                 )
@@ -115,6 +119,8 @@ class CompressedCheckpoint(SafetensorsCheckpoint):
         scale = self.entry(name).read().float()
         if not (torch.isfinite(scale) & (scale > 0)).all():
             raise CheckpointError(f"{self.where(name)} holds scales that are not positive numbers")
+        if self.precision != "bf16" and bool((scale > _LARGEST_SCALE).any()):
+            raise CheckpointError(f"{self.where(name)} holds scales that make infinite weights")
         return scale.view(scale.shape[0], -1)
 
     def _check_part(self, module: str, part: str) -> None:

@@ -89,7 +89,12 @@ class CheckpointWriter:
         for shard in (*self._aside, *self._shards):
             with suppress(OSError):  # closing writes what is buffered: a full disk is full here too
                 shard.file.close()
-        if self._points and kind is not None and not issubclass(kind, CheckpointError | UsageError):
+        if self._resumable and self._key is None:
+            with suppress(OSError):  # before `resume`: what an interrupted run left stays
+                self.folder.rmdir()
+        elif (
+            self._points and kind is not None and not issubclass(kind, CheckpointError | UsageError)
+        ):
             log.warning("what is done is kept in %s: the same command goes on there", self.folder)
         elif self.folder.exists():
             shutil.rmtree(self.folder)
@@ -100,20 +105,20 @@ class CheckpointWriter:
 
         Whatever else is there is cleared. From here on `save` may be called.
         """
-        self._key, state = key, self.folder / _STATE
+        point, state = None, self.folder / _STATE
         if state.exists():
             try:
-                point = self._restore(read_json(state))
-                if point is not None:
-                    return point
+                point = self._restore(read_json(state), key)
             except (CheckpointError, OSError, ValueError, KeyError, TypeError):
                 log.warning("%s is damaged: starting anew", state)
-        with self.failures():
-            self._clear()
-        return None
+        if point is None:
+            with self.failures():
+                self._clear()
+        self._key = key
+        return point
 
-    def _restore(self, found: Mapping[str, Any]) -> SavePoint | None:
-        if found["key"] != self._key:
+    def _restore(self, found: Mapping[str, Any], key: str) -> SavePoint | None:
+        if found["key"] != key:
             log.warning(
                 "an interrupted run had another model or other options than this one for %s: "
                 "starting anew",

@@ -165,19 +165,22 @@ def file_passages(file: Path) -> tuple[list[Passage], list[Passage]]:
         Passage("file", piece, ({"role": "user", "content": piece},) if i % 4 == 3 else ())
         for i, piece in enumerate(pieces)
     ]
-    boundary = len(passages) - max(1, len(passages) // 4)
+    # By characters: the last piece is what was left, and may be a few words.
+    boundary, held_out, total = len(pieces), 0, sum(map(len, pieces))
+    while 4 * held_out < total:
+        boundary -= 1
+        held_out += len(pieces[boundary])
     return passages[:boundary], passages[boundary:]
 
 
 def read_text(file: Path) -> str:
     """The text of a calibration file; refuses what is missing, empty, huge or not text."""
     try:
-        size = file.stat().st_size
-        if size > LARGEST_FILE:
-            raise UsageError(
-                f"--calib {file}: {size:,} bytes; give an excerpt of at most {LARGEST_FILE:,}"
-            )
-        text = file.read_bytes().decode("utf-8-sig")
+        with file.open("rb") as source:  # a pipe or device does not say how much it has
+            content = source.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise UsageError(f"--calib {file}: give an excerpt of at most {LARGEST_FILE:,} bytes")
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"--calib {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -22,8 +22,9 @@ def folder_config(
     For W8A8 only fields that every release of compressed-tensors accepts: its classes forbid
     unknown ones. What other engines need not know is under a key of its own.
     """
-    # A model that another tool dequantised may still say that its inputs are to be rotated.
-    dropped = ("auto_map", EXTENSION)
+    # A model that another tool dequantised may still say that its inputs are to be rotated, and
+    # `dtype`, the newer name of `torch_dtype`, goes before it.
+    dropped = ("auto_map", "dtype", EXTENSION)
     config = {key: value for key, value in checkpoint.config.items() if key not in dropped}
     # GGUF does not name the class; transformers calls it so for every family supported here.
     config.setdefault("architectures", [f"{config['model_type'].capitalize()}ForCausalLM"])

@@ -64,6 +64,7 @@ class Objective:
 
         A channel without energy is rounded to nearest.
         """
+        centre(moments)
         energy = moments.diagonal()
         order = energy.argsort(descending=True, stable=True)
         floor = energy.mean() * DAMPING
@@ -76,6 +77,20 @@ class Objective:
         torch.cholesky_inverse(matrix, out=matrix)
         torch.linalg.cholesky(matrix, upper=True, out=matrix)
         return cls(moments, order, matrix)
+
+
+def centre(moments: Tensor) -> None:
+    """Bring H to numbers around 1 in place, so that neither its inverse nor a sum leaves fp32.
+
+    Nothing depends on a common factor. This one is a power of 4, which changes no bits, the square
+    root's included. An H below the normal numbers has few bits left and counts as 0.
+    """
+    largest = moments.diagonal().amax()
+    if largest < SMALLEST:
+        moments.zero_()
+        return
+    exponent = int(torch.frexp(largest).exponent)
+    moments.mul_(2.0 ** (exponent % 2 - exponent))
 
 
 def permute(matrix: Tensor, order: Tensor) -> None:

@@ -100,7 +100,9 @@ def relative_errors(
         smoothed = rows / scales[group] if group in scales else rows
         product = simulated_linear(replace(layer.linears[name], bias=None))(smoothed)
         difference = product * outputs.get(name, torch.ones(())) - expected
-        return float(difference.norm() / expected.norm().clamp_min(1e-30))
+        # In fp64: squares of large outputs leave fp32.
+        size, missed = (x.double().norm() for x in (expected, difference))
+        return float(missed / size.clamp_min(1e-30))
 
     linears = [(group, name) for group, names in GROUPS.items() for name in names]
     found = workers.map(error, linears)
