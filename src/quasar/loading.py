@@ -160,10 +160,18 @@ class Model:
     @property
     def precisions(self) -> tuple[str, ...]:
         """Verifiers that can be made: a quantised folder has one kind of weights."""
-        held = self.checkpoint.precision
-        if held == "bf16":
-            return tuple(name for name in PRECISIONS if name != "w4a8" or has_groups(self.config))
-        return (held,)
+        if self.is_quantized:
+            return (self.checkpoint.precision,)
+        return tuple(name for name in PRECISIONS if name != "w4a8" or has_groups(self.config))
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.checkpoint.precision != "bf16"
+
+    @property
+    def default_verifier(self) -> str:
+        """What a quantised folder holds, else W8A8."""
+        return self.checkpoint.precision if self.is_quantized else "w8a8"
 
     def load(
         self,

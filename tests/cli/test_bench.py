@@ -147,6 +147,14 @@ def test_bad_options_are_refused_before_a_model_is_opened(
     assert named in result.error
 
 
+def test_a_quantized_folder_is_its_own_default(quasar, quantized, questions, tmp_path):
+    file = tmp_path / "r.json"
+    options = ("--limit", 1, "--max-tokens", 2, "--json", file)
+    assert quasar("bench", quantized, "--data", questions, *options).code == 0
+    found = json.loads(file.read_text())
+    assert [entry["name"] for entry in found["configurations"]] == ["w8a8+none", "w8a8+ngram"]
+
+
 def test_a_quantized_folder_refuses_bf16(quasar, quantized, questions):
     configs = ("--configs", "w8a8+none,bf16+none")
     result = quasar("bench", quantized, "--data", questions, *configs)

@@ -92,6 +92,13 @@ def test_bad_usage(arguments, code, named, quasar):
     assert named in result.error
 
 
+@pytest.mark.parametrize("name", ["", "absent.txt"])
+def test_texts_that_cannot_be_read_are_named(name, quasar, model, tmp_path):
+    text = tmp_path / name
+    result = quasar("evaluate", f"{model}+bf16", f"{model}+bf16", "--text", text)
+    assert result.code == 1 and f"--text {text}: " in result.error
+
+
 @pytest.mark.parametrize(
     ("content", "options", "code", "named"),
     [

@@ -16,6 +16,7 @@ from quasar.quantization.calibrate import (
     HELD_OUT_TOKENS,
     LARGEST_FILE,
     MOMENT_TOKENS,
+    SAMPLED_ROWS,
     Inputs,
     LayerInputs,
     SampledRows,
@@ -190,7 +191,7 @@ def test_observers():
     assert inputs["o"].tolist() == [[1.0, -5.0]]
     assert torch.equal(rows["o"], x)
     rows("qkv", torch.arange(1000.0)[:, None])
-    assert len(rows["qkv"]) == 32 and rows["qkv"][-1] > 900
+    assert len(rows["qkv"]) == SAMPLED_ROWS and rows["qkv"][-1] > 900
 
 
 def seen_in_a_layer(lengths):

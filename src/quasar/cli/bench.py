@@ -34,9 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--configs",
-        default=DEFAULT_CONFIGS,
         metavar="V+D,...",
-        help="VERIFIER+DRAFTER, by commas; ratios are to the first (default: %(default)s)",
+        help="VERIFIER+DRAFTER, by commas; ratios are to the first (default: "
+        f"{DEFAULT_CONFIGS}; for a quantised folder its own verifier, with both drafters)",
     )
     parser.add_argument(
         "--limit", type=options.positive, metavar="N", help="prompts, round-robin over categories"
@@ -66,13 +66,16 @@ def run(args: argparse.Namespace) -> int:
     from quasar.cli.parts.models import check_held, check_precision, use_raw
     from quasar.loading import Model, make_backend
 
-    configurations = parse_configurations(args.configs, args.draft_tokens)
+    configurations = parse_configurations(args.configs or DEFAULT_CONFIGS, args.draft_tokens)
     for configuration in configurations:
         check_precision(configuration.verifier, "--configs: verifier")
     check_precision(args.head, "--head")
     _check_outputs(args)
     prompts = round_robin(read_prompts(args.data), args.limit)
     model = Model.open(args.model, args.revision, args.offline)
+    if args.configs is None and model.is_quantized:
+        held = model.default_verifier
+        configurations = parse_configurations(f"{held}+none,{held}+ngram", args.draft_tokens)
     for configuration in configurations:
         check_held(model, configuration.verifier)
     tasks = encode(model, prompts, use_raw(model, args.raw))

@@ -150,6 +150,8 @@ def text_passages(model: Model, path: Path, size: int, limit: int | None) -> lis
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise QuasarError(f"{path}: not UTF-8: {error.reason}") from error
+    except OSError as error:
+        raise QuasarError(f"--text {path}: {error.strerror}") from error
     tokens = model.tokenizer.encode(text, add_special_tokens=False)
     prefix = model.tokenizer.encode("", add_special_tokens=True)
     found = windows(tokens, prefix, size)[:limit]

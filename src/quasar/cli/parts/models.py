@@ -21,9 +21,9 @@ def check_precision(name: str | None, option: str) -> None:
         raise UsageError(f"{option} {name} is unknown; it is one of {', '.join(PRECISIONS)}")
 
 
-def check_held(model: Model, verifier: str) -> None:
-    """Refuse before weights are loaded a verifier that the model cannot be."""
-    if verifier not in model.precisions:
+def check_held(model: Model, verifier: str | None) -> None:
+    """Refuse before weights are loaded a verifier that the model cannot be; None: its default."""
+    if verifier is not None and verifier not in model.precisions:
         held = ", ".join(model.precisions)
         raise UsageError(f"{model.name} can only be verified by {held}, not by {verifier}")
 
@@ -36,7 +36,8 @@ def load_verifier(model: Model, precision: str, backend: Backend, head: str | No
 
 def load_engine(model: Model, args: argparse.Namespace, tokens: int) -> Engine:
     """An engine whose cache holds one request of `tokens`, prompt and answer, and its drafts."""
-    verifier = load_verifier(model, args.verifier, make_backend(args.threads), args.head)
+    precision = args.verifier or model.default_verifier
+    verifier = load_verifier(model, precision, make_backend(args.threads), args.head)
     slots = min(tokens, model.config.context_length) + args.draft_tokens
     return Engine(verifier, model.tokenizer, args.drafter, args.draft_tokens, slots)
 

@@ -11,7 +11,6 @@ from quasar.drafting import DEFAULT_DRAFT_TOKENS, make_drafter
 from quasar.errors import UsageError
 from quasar.types import MAX_DRAFT_NODES, SamplingParams
 
-DEFAULT_VERIFIER = "w8a8"
 DEFAULT_DRAFTER = "ngram"
 DEFAULT_CONTEXT = 8192
 """Tokens of conversation kept at most: the cache for them is reserved at the start."""
@@ -139,7 +138,9 @@ def add_head(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Who verifies and who drafts."""
-    parser.add_argument("--verifier", default=DEFAULT_VERIFIER, help="default: %(default)s")
+    parser.add_argument(
+        "--verifier", help="w8a8, w4a8 or bf16 (default: what a quantised folder holds, else w8a8)"
+    )
     parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="default: %(default)s")
     add_draft_tokens(parser)
     add_head(parser)
